@@ -30,4 +30,9 @@ static inline int64_t tb__dtype_bytes(tb_dtype dtype, int64_t nelements) {
     return packing > 1 ? (nelements + packing - 1) / packing : nelements * (bits / 8);
 }
 
+/* Whether values can be cast from and to this dtype. */
+static inline bool tb__dtype_is_castable(tb_dtype dtype) {
+    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
+}
+
 #endif

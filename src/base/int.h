@@ -1,7 +1,9 @@
-/* Integers: minimum, maximum, alignment, comparators for qsort, binary search. */
+/* Integers: minimum, maximum, alignment, search, comparators for qsort, binary search. */
 #ifndef TB_BASE_INT_H
 #define TB_BASE_INT_H
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 static inline int64_t tb__min64(int64_t a, int64_t b) {
@@ -12,9 +14,22 @@ static inline int64_t tb__max64(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
+static inline size_t tb__min_size(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
 /* Rounds n up to a multiple. */
 static inline int64_t tb__align(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
+}
+
+/* Whether the list has this number. */
+static inline bool tb__has_int32(const int32_t *list, size_t count, int32_t number) {
+    for (size_t i = 0; i < count; i++) {
+        if (list[i] == number)
+            return true;
+    }
+    return false;
 }
 
 /* For qsort. */

@@ -1,13 +1,11 @@
 /* Reading and filling in structs whose size is the caller's. */
 #include "base/opts.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 enum { SIZE_LIMIT = 1 << 16 }; /* no struct is that large, but an uninitialised `size` may be */
-
-static size_t min_size(size_t a, size_t b) {
-    return a < b ? a : b;
-}
 
 static size_t callers_size(const void *callers) {
     size_t size;
@@ -32,7 +30,7 @@ static tb_status read_struct(void *ours, size_t size, const void *callers, const
                             what, given, tb_version_string(), size);
     }
     memset(ours, 0, size);
-    memcpy(ours, callers, min_size(given, size));
+    memcpy(ours, callers, tb__min_size(given, size));
     memcpy(ours, &size, sizeof size);
     return TB_OK;
 }
@@ -58,7 +56,7 @@ tb_status tb__struct_write(void *callers, const void *ours, size_t size, const c
     TB_TRY(tb__struct_check(callers, what));
     size_t given = callers_size(callers);
     memset(callers, 0, given);
-    memcpy(callers, ours, min_size(given, size));
+    memcpy(callers, ours, tb__min_size(given, size));
     memcpy(callers, &given, sizeof given);
     return TB_OK;
 }
@@ -68,6 +66,6 @@ void tb__struct_take(void *ours, size_t size, void *callers) {
     memset(ours, 0, size);
     if (given <= sizeof given)
         return;
-    memcpy(ours, callers, min_size(given, size));
-    memset((char *)callers + sizeof given, 0, min_size(given, size) - sizeof given);
+    memcpy(ours, callers, tb__min_size(given, size));
+    memset((char *)callers + sizeof given, 0, tb__min_size(given, size) - sizeof given);
 }

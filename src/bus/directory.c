@@ -44,9 +44,9 @@ tb_status tb__directory_begin_call(tb__directory *d, tb__store_deadline *deadlin
     return status;
 }
 
-void tb__directory_set_silent(tb__directory *d, bool is_silent) {
+void tb__directory_set_silent(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    d->is_silent = is_silent;
+    d->is_silent = true;
     pthread_mutex_unlock(&d->lock);
 }
 

@@ -72,7 +72,7 @@ tb_status tb__directory_end_call(tb__directory *d, tb_status status);
 /* Whether a call that failed because the store was lost can be repeated before its deadline. */
 bool tb__directory_should_retry(const tb__store_deadline *deadline, tb_status status);
 
-void tb__directory_set_silent(tb__directory *d, bool is_silent);
+void tb__directory_set_silent(tb__directory *d);
 
 /* NULL: this process is not in the group. By the active call. */
 const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);

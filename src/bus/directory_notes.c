@@ -236,7 +236,7 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
         if (status == TB_OK)
             status = tb__directory_end_call(directory, withdraw_note(directory, &deadline, key.text, group, index));
         else if (status == TB_TIMEOUT)
-            tb__directory_set_silent(directory, true);
+            tb__directory_set_silent(directory);
         is_over = !tb__directory_should_retry(&deadline, status);
     }
     if (status != TB_OK)

@@ -21,19 +21,7 @@ remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor) {
                : NULL;
 }
 
-bool tb__flow_is_on_other_machine(const tb__flow *flow, int32_t rank) {
-    return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
-}
-
 /* ---- BIND ----------------------------------------------------------------------------------------------------- */
-
-static bool has_target(const lane *l, int32_t rank) {
-    for (uint32_t i = 0; i < l->first->ntargets; i++) {
-        if (l->first->targets[i] == rank)
-            return true;
-    }
-    return false;
-}
 
 /* Marks the tensors that the reader gets from this rank. */
 static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_read) {
@@ -41,7 +29,8 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     memset(is_read, 0, flow->o.ntensors * sizeof *is_read);
     for (size_t i = 0; i < ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        if (!(l->is_channel_source || l->is_contributor) || !has_target(l, reader->peer->rank))
+        if (!(l->is_channel_source || l->is_contributor) ||
+            !tb__has_int32(l->first->targets, l->first->ntargets, reader->peer->rank))
             continue;
         const tb_bucket *first = &ir->buckets[l->channel->first_bucket], *last = first + l->channel->nbuckets;
         for (const tb_bucket *b = first; b < last; b++) {
@@ -56,7 +45,7 @@ static const char *export_key(const tb__flow *flow, const void *memory, tb__regi
                               tb_mem_key *key) {
     if (!region)
         return "it has no elements here";
-    if (tb__flow_is_on_other_machine(flow, peer->rank))
+    if (flow->o.hosts && flow->o.hosts[peer->rank] != flow->o.hosts[flow->o.rank])
         return "it is on another machine";
     if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
         return "other processes can't map the memory of its device";
@@ -513,7 +502,8 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
 static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t count, const char *why) {
     lane *l = tb__flow_lane(flow, bucket);
     uint32_t position = (uint32_t)(to - flow->members);
-    if (!has_target(l, to->peer->rank) || count > l->channel->first_bucket + l->channel->nbuckets - bucket) {
+    if (!tb__has_int32(l->first->targets, l->first->ntargets, to->peer->rank) ||
+        count > l->channel->first_bucket + l->channel->nbuckets - bucket) {
         tb__set_detail("it asks for %" PRIu32 " buckets from %zu on, which it is not to get", count, bucket);
         return false;
     }

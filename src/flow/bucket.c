@@ -230,7 +230,7 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     tb__leg_end_message(&flow->recv);
     if (!is_valid)
         return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED,
-                        "%s has withdrawn bucket %zu of %s while it was read", from->peer->label, p->bucket,
+                        "%s withdrew bucket %zu of %s while it was read", from->peer->label, p->bucket,
                         flow->what);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_TAKEN, flow->recv.attempt);

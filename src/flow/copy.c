@@ -122,8 +122,7 @@ static tb_status read_remote(void *arg, const tb_range *ranges, size_t nranges, 
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", p->owner->label);
 }
 
-static tb_status map_reader(member *m, remote_tensor *p, tb_dtype dtype, tb__mapping **out) {
-    (void)dtype;
+static tb_status map_reader(member *m, remote_tensor *p, tb__mapping **out) {
     if (!p->reader) {
         p->owner = m->peer;
         p->reader = tb__host_map_reader(SIZE_MAX >> 8, read_remote, p); /* bounds were checked on BIND */
@@ -171,7 +170,7 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
         return TB_OK;
     }
     *out = (void *)(uintptr_t)offset; // NOLINT(performance-no-int-to-ptr)
-    return map_reader(e->member, p, t->spec.src_dtype, mapping);
+    return map_reader(e->member, p, mapping);
 }
 
 /* ---- Jobs ------------------------------------------------------------------------------------------------------ */

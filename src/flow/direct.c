@@ -139,8 +139,7 @@ void tb__flow_open_reads(tb__flow *flow) {
     flow->direct.next_lane_in = n ? (uint32_t)(flow->self % n) : 0;
 }
 
-bool tb__flow_on_ready(tb__flow *flow, member *from, uint64_t attempt) {
-    (void)flow;
+bool tb__member_on_ready(member *from, uint64_t attempt) {
     from->direct.ready = attempt;
     return from->setup.is_sender;
 }
@@ -151,7 +150,7 @@ bool tb__flow_may_write(const tb__flow *flow) {
 }
 
 static tb_status fail_withdrawn(const tb__flow *flow, const member *m) {
-    return tb__fail(TB_CANCELLED, "%s fail_withdrawn %s while it was being read", m->peer->label, flow->what);
+    return tb__fail(TB_CANCELLED, "%s withdrew %s while it was being read", m->peer->label, flow->what);
 }
 
 /* All buckets of this sender have arrived: completes its exposure. */

@@ -54,7 +54,7 @@ void tb__flow_check_exposure_of(tb__flow *flow,
 
 /* Receiving: */
 void tb__flow_open_reads(tb__flow *flow);
-bool tb__flow_on_ready(tb__flow *flow, member *from, uint64_t attempt);
+bool tb__member_on_ready(member *from, uint64_t attempt);
 /* Starts a read of what is ready; *did: there was something. */
 tb_status tb__flow_step_reads(tb__flow *flow, bool *did);
 /* Whether this rank may write its targets: no reader still needs the sources that they overwrite. */

@@ -274,7 +274,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_START:
         return on_start(flow, from, attempt, message);
     case MESSAGE_READY:
-        return tb__flow_on_ready(flow, from, attempt);
+        return tb__member_on_ready(from, attempt);
     case MESSAGE_BUCKET:
         return tb__staged_on_bucket(flow, from, attempt, message);
     case MESSAGE_GO:

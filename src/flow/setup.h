@@ -128,8 +128,6 @@ remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor);
 void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer);
 /* Maps so many bytes of memory that the member has exported; NULL: not possible. The caller releases *remote. */
 char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote);
-/* Whether the rank is on another machine, so that its memory can't be mapped. */
-bool tb__flow_is_on_other_machine(const tb__flow *flow, int32_t rank);
 
 /* group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);

@@ -2,6 +2,7 @@
 #include "ir/ir.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "base/opts.h"
 #include "plan/plan.h"
 
@@ -19,10 +20,6 @@ const char *tb_transport_kind_name(tb_transport_kind kind) {
     return (unsigned)kind <= TB_NONE ? names[kind] : NULL;
 }
 
-static bool can_cast(tb_dtype dtype) {
-    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
-}
-
 tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *out) {
     tb_dtype wire = asked;
     if (!tb_dtype_bits(src) || !tb_dtype_bits(dst) || (asked != TB_DTYPE_NONE && !tb_dtype_bits(asked)))
@@ -34,7 +31,7 @@ tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *o
         tb_dtype from = step[i], to = step[i + 1];
         if (from == to)
             continue;
-        if (!can_cast(from) || !can_cast(to))
+        if (!tb__dtype_is_castable(from) || !tb__dtype_is_castable(to))
             return tb__fail(TB_REFUSED, "there is no cast from %s to %s", tb_dtype_name(from), tb_dtype_name(to));
         if (tb_dtype_bits(to) <= 8 && asked != to)
             return tb__fail(TB_REFUSED, "a cast from %s to %s without scales loses range; ask for it by wire dtype %s",
@@ -73,17 +70,10 @@ typedef struct builder {
     tb__ir_limits limits;
 } builder;
 
-static bool has_rank(const int32_t *ranks, uint32_t count, int32_t rank) {
-    for (uint32_t i = 0; i < count; i++) {
-        if (ranks[i] == rank)
-            return true;
-    }
-    return false;
-}
-
 tb__role tb__route_role(const tb_route *route, int32_t rank) {
-    tb__role role = {.is_source = route->source == rank || has_rank(route->contributors, route->ncontributors, rank),
-                     .is_target = has_rank(route->targets, route->ntargets, rank)};
+    tb__role role = {.is_source =
+                         route->source == rank || tb__has_int32(route->contributors, route->ncontributors, rank),
+                     .is_target = tb__has_int32(route->targets, route->ntargets, rank)};
     if (!role.is_target && route->source != rank)
         role.transport = TB_NONE;
     else if (route->source == TB_NO_RANK || route->targets[0] == route->source)

@@ -70,19 +70,21 @@ typedef struct parts {
     TB_VEC(tb_segment) segments;
 } parts;
 
-static void parts_fini(parts *p) {
-    free(p->sizes.item);
-    free(p->list_ends.item);
-    free(p->segments.item);
-}
-
-/* Hands the arrays over to `out`. */
-static void parts_take(parts *p, tb_placement *out) {
+/* Moves the parts to *out; frees them if reading the placement has failed. */
+static tb_status finish_placement(const tb_placement *placement, const parts *p, tb_status status, tb_placement *out) {
+    if (status != TB_OK) {
+        free(p->sizes.item);
+        free(p->list_ends.item);
+        free(p->segments.item);
+        return status;
+    }
+    *out = *placement;
     out->nsizes = p->sizes.count;
     out->sizes = p->sizes.item;
     out->nlists = p->list_ends.count;
     out->list_ends = p->list_ends.item;
     out->segments = p->segments.item;
+    return TB_OK;
 }
 
 /* " 0-3,5-6; ; 3-5": lists separated by semicolons, each of half-open segments, up to the closing parenthesis. */
@@ -177,13 +179,7 @@ tb_status tb__placement_parse(const char **at, tb_placement *out) {
     } else if (placement.kind != TB_PARTIAL) { /* Partial alone is Partial(sum) */
         status = tb__fail(TB_INVALID, "%s needs its arguments in parentheses", kinds[i].name);
     }
-    if (status != TB_OK) {
-        parts_fini(&p);
-        return status;
-    }
-    parts_take(&p, &placement);
-    *out = placement;
-    return TB_OK;
+    return finish_placement(&placement, &p, status, out);
 }
 
 static tb_status read_json_int(const json_t *json, const char *what, int64_t *out) {
@@ -263,13 +259,7 @@ tb_status tb__placement_from_json(const json_t *json, tb_placement *out) {
     tb_placement placement = {.kind = kinds[i].kind};
     parts p = {0};
     tb_status status = read_json_arguments(json, &placement, &p);
-    if (status != TB_OK) {
-        parts_fini(&p);
-        return status;
-    }
-    parts_take(&p, &placement);
-    *out = placement;
-    return TB_OK;
+    return finish_placement(&placement, &p, status, out);
 }
 
 static bool copy_array(const void *from, size_t count, size_t size, void **out) {

@@ -53,14 +53,14 @@ void tb__loop_signal(tb__loop *loop) {
     pthread_cond_broadcast(&loop->changed);
 }
 
-void tb__loop_poke(tb__loop *loop) {
+static void poke_driver(tb__loop *loop) {
     eventfd_write(loop->wake, 1);
 }
 
 void tb__loop_wake(tb__loop *loop) {
     loop->step_again = true;
     if (!loop->is_in_step)
-        tb__loop_poke(loop);
+        poke_driver(loop);
 }
 
 void tb__loop_set_spin(tb__loop *loop, int microseconds) {
@@ -239,7 +239,7 @@ void tb__loop_progress(tb__loop *loop) {
         loop->is_driven = false;
         set_timer(loop);
         if (again)
-            tb__loop_poke(loop);
+            poke_driver(loop);
         pthread_cond_broadcast(&loop->changed);
     }
     pthread_mutex_unlock(&loop->lock);
@@ -433,7 +433,7 @@ void tb__loop_destroy(tb__loop *loop) {
     if (loop->has_thread) {
         pthread_mutex_lock(&loop->lock);
         loop->stopping = true;
-        tb__loop_poke(loop);
+        poke_driver(loop);
         pthread_mutex_unlock(&loop->lock);
         pthread_join(loop->thread, NULL);
     }

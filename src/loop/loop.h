@@ -159,8 +159,6 @@ uint64_t tb__loop_new_tag(tb__loop *loop);
 
 /* Makes the driver step all tasks (again). */
 void tb__loop_wake(tb__loop *loop);
-/* The same from any thread, without the lock. */
-void tb__loop_poke(tb__loop *loop);
 
 /* Wakes all threads in tb__loop_wait, to check their conditions. */
 void tb__loop_signal(tb__loop *loop);

@@ -176,14 +176,6 @@ static tb_status check_disjoint(checker *c) {
     return TB_OK;
 }
 
-static bool is_target(const tb_route *route, int32_t rank) {
-    for (uint32_t i = 0; i < route->ntargets; i++) {
-        if (route->targets[i] == rank)
-            return true;
-    }
-    return false;
-}
-
 static tb_status check_box(const tb_plan *plan, const tb_route *route) {
     int64_t volume = 1;
     for (int d = 0; d < plan->shape.ndim; d++) {
@@ -207,7 +199,7 @@ static tb_status check_rank(checker *c, int32_t rank) {
     c->boxes.count = 0;
     for (size_t i = 0; i < tb_routes_count(c->routes); i++) {
         const tb_route *route = tb_routes_at(c->routes, i);
-        bool mine = is_target(route, rank), sends = route->source == rank;
+        bool mine = tb__has_int32(route->targets, route->ntargets, rank), sends = route->source == rank;
         TB_TRY(check_box(plan, route));
         if (mine) {
             if (route->source == TB_NO_RANK ? place.part == 0 : place.part != 0)

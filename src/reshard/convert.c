@@ -2,6 +2,7 @@
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -270,10 +271,7 @@ static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_
 
 /* Ranks without a part of a scale group do not get the others' magnitudes, and do not need them. */
 static bool is_concerned(const tb__convert *c, const unit *u) {
-    bool is_listed = u->nranks == 0;
-    for (size_t i = 0; i < u->nranks; i++)
-        is_listed |= u->ranks[i] == c->rank;
-    return is_listed;
+    return u->nranks == 0 || tb__has_int32(u->ranks, u->nranks, c->rank);
 }
 
 /* The units of a group: first .. stop-1. */

@@ -72,19 +72,11 @@ static void fail_job(job *j, tb_status status) {
     pthread_mutex_unlock(&j->lock);
 }
 
-static bool has_rank(const int32_t *ranks, uint32_t count, int32_t rank) {
-    for (uint32_t i = 0; i < count; i++) {
-        if (ranks[i] == rank)
-            return true;
-    }
-    return false;
-}
-
 static tb_status list_plan_pieces(worker *w, const tb__disk_tensor *t) {
     TB_TRY(tb_plan_routes(t->plan, w->rank, 0, w->routes));
     for (size_t i = 0; i < tb_routes_count(w->routes); i++) {
         const tb_route *route = tb_routes_at(w->routes, i);
-        if (!has_rank(route->targets, route->ntargets, w->rank))
+        if (!tb__has_int32(route->targets, route->ntargets, w->rank))
             continue; /* the rank of this number is a source, too */
         tb__disk_piece piece = {.nsources = 1, .sources = &route->source};
         if (route->source == TB_NO_RANK) {

@@ -21,7 +21,7 @@ static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_
             return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
                                         "tb_alloc");
     }
-    TB_TRY(tb__client_process_check_memory(&b->session->process, m->address, m->nbytes, false));
+    TB_TRY(tb__client_process_check_memory(&b->session->process, m->address, m->nbytes));
     agent_mirror new = {.address = m->address, .nbytes = m->nbytes};
     TB_TRY(tb_alloc(new.nbytes, (void **)&new.data));
     if (!tb__vec_push(&b->mirrors, new)) {

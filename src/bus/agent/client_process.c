@@ -106,8 +106,7 @@ static tb_status check_alive(const tb__client_process *process) {
     return start_time == process->start_time ? TB_OK : tb__fail(TB_LOST, "process %ld is gone", (long)process->pid);
 }
 
-tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes,
-                                          bool writes) {
+tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes) {
     char path[64], line[512];
     uint64_t at = address, stop;
     if (__builtin_add_overflow(address, nbytes, &stop))
@@ -120,7 +119,7 @@ tb_status tb__client_process_check_memory(const tb__client_process *process, uin
     while (at < stop && fgets(line, sizeof line, maps)) {
         char *rest;
         uint64_t first = strtoull(line, &rest, 16), last = *rest == '-' ? strtoull(rest + 1, &rest, 16) : 0;
-        bool may = rest[0] == ' ' && rest[1] == 'r' && (!writes || rest[2] == 'w');
+        bool may = rest[0] == ' ' && rest[1] == 'r';
         while (!strchr(line, '\n') && fgets(line, sizeof line, maps)) /* the rest of a long line */
             continue;
         if (at >= first && at < last && may)
@@ -131,8 +130,8 @@ tb_status tb__client_process_check_memory(const tb__client_process *process, uin
     fclose(maps);
     return at >= stop ? TB_OK
                       : tb__fail(TB_INVALID,
-                                 "%zu bytes at 0x%" PRIx64 " run past what process %ld may %s: it ends at 0x%" PRIx64,
-                                 nbytes, address, (long)process->pid, writes ? "write" : "read", at);
+                                 "%zu bytes at 0x%" PRIx64 " run past what process %ld may read: it ends at 0x%" PRIx64,
+                                 nbytes, address, (long)process->pid, at);
 }
 
 /* Checks the result of process_vm_readv or process_vm_writev; the error message names the address where it stopped. */

@@ -34,9 +34,8 @@ void tb__client_process_fini(tb__client_process *process); /* unmaps all files *
 tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__client_file **out);
 void tb__client_process_unmap_file(tb__client_process *process, tb__client_file *file);
 
-/* TB_INVALID unless the process has all of these bytes mapped for reading, and with `writes` for writing. */
-tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes,
-                                          bool writes);
+/* TB_INVALID unless the process has all of these bytes mapped for reading. */
+tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes);
 
 tb_status tb__client_process_read(const tb__client_process *process, uint64_t address, void *to, size_t nbytes);
 /* Pieces of `nbytes` each, at the same offsets from `from` and from the address. */

@@ -214,7 +214,7 @@ void tb__gateway_stop(tb__gateway *gateway, const char *why) {
     pthread_mutex_unlock(&gateway->lock);
 }
 
-bool tb__gateway_is_stopped(tb__gateway *gateway) {
+static bool is_gateway_stopped(tb__gateway *gateway) {
     pthread_mutex_lock(&gateway->lock);
     bool is_stopped = gateway->is_stopped;
     pthread_mutex_unlock(&gateway->lock);
@@ -325,7 +325,7 @@ static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code
             *code = message ? message->data.result : CURLE_FAILED_INIT;
             return TB_OK;
         }
-        if (!a->call->ignores_stop && tb__gateway_is_stopped(g))
+        if (!a->call->ignores_stop && is_gateway_stopped(g))
             return fail_stopped(g);
         int left = tb__ms_until(a->has_begun ? a->call->deadline_ms : attempt_ms);
         if (left == 0)

@@ -22,7 +22,6 @@ void tb__gateway_destroy(tb__gateway *gateway);
 
 /* Makes every running call, and all later ones, return TB_LOST with this reason. Only the first reason counts. */
 void tb__gateway_stop(tb__gateway *gateway, const char *why);
-bool tb__gateway_is_stopped(tb__gateway *gateway);
 
 /* gRPC codes with which etcd refuses a request. */
 typedef enum tb__etcd_code {

@@ -4,12 +4,10 @@
 
 #ifdef __x86_64__
 
-#include <cpuid.h>
-#include <immintrin.h>
-#include <string.h>
+#include "device/host/avx2.h"
 
-#define AVX2        __attribute__((target("avx2,f16c")))
-#define AVX2_INLINE static inline AVX2 __attribute__((always_inline))
+#include <cpuid.h>
+#include <string.h>
 
 enum {
     STEP = 32,   /* elements at a time */
@@ -22,18 +20,6 @@ AVX2_INLINE __m256i load256(const void *src) {
 
 AVX2_INLINE void store256(void *dst, __m256i x) {
     _mm256_storeu_si256((__m256i *)dst, x);
-}
-
-AVX2_INLINE __m128i load128(const void *src) {
-    return _mm_loadu_si128((const __m128i *)src);
-}
-
-AVX2_INLINE __m256 float_of(__m256i x) {
-    return _mm256_castsi256_ps(x);
-}
-
-AVX2_INLINE __m256i bits_of(__m256 x) {
-    return _mm256_castps_si256(x);
 }
 
 /* `yes` where the mask is set. */

@@ -5,22 +5,7 @@
 
 #ifdef __x86_64__
 
-#include <immintrin.h>
-
-#define AVX2        __attribute__((target("avx2,f16c")))
-#define AVX2_INLINE static inline AVX2 __attribute__((always_inline))
-
-AVX2_INLINE __m128i load128(const void *src) {
-    return _mm_loadu_si128((const __m128i *)src);
-}
-
-AVX2_INLINE __m256 float_of(__m256i x) {
-    return _mm256_castsi256_ps(x);
-}
-
-AVX2_INLINE __m256i bits_of(__m256 x) {
-    return _mm256_castps_si256(x);
-}
+#include "device/host/avx2.h"
 
 AVX2_INLINE size_t bytes_per(tb_dtype dtype) {
     return dtype == TB_F32 ? 4 : 2;
@@ -48,10 +33,6 @@ AVX2_INLINE uint32_t largest(__m256i x) {
     m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
     m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
     return (uint32_t)_mm_cvtsi128_si32(m);
-}
-
-static uint32_t larger(uint32_t a, uint32_t b) {
-    return a > b ? a : b;
 }
 
 /* Finite numbers, rounded as the portable tb__e4m3_round does, for a format with so many bits of fraction, whose
@@ -98,7 +79,7 @@ AVX2_INLINE uint32_t amax(tb_dtype dtype, const void *src, size_t n) {
     }
     uint32_t all = largest(_mm256_max_epi32(most[0], most[1]));
     if (i < n)
-        all = larger(all, tb__quant_kernels_portable.amax[dtype]((const char *)src + i * bytes_per(dtype), n - i));
+        all = tb__larger(all, tb__quant_kernels_portable.amax[dtype]((const char *)src + i * bytes_per(dtype), n - i));
     return all;
 }
 
@@ -121,13 +102,13 @@ AVX2_INLINE uint32_t mxfp8(tb_dtype dtype, uint8_t *data, uint8_t *scales, const
         uint32_t bits = largest(most), scale = tb__mxfp8_scale(bits, is_floor);
         put32(data + i, mxfp8_block(dtype, src, i, tb__mxfp8_factor(scale)), stream);
         scales[i / TB__MXFP8_BLOCK] = (uint8_t)scale;
-        all = larger(all, bits);
+        all = tb__larger(all, bits);
     }
     if (i == n)
         return all;
     const char *rest = (const char *)src + i * bytes_per(dtype);
-    return larger(all, tb__quant_kernels_portable.mxfp8[dtype](data + i, scales + i / TB__MXFP8_BLOCK, rest, n - i,
-                                                               is_floor, false));
+    return tb__larger(all, tb__quant_kernels_portable.mxfp8[dtype](data + i, scales + i / TB__MXFP8_BLOCK, rest, n - i,
+                                                                   is_floor, false));
 }
 
 /* A bf16 and a power of two need no multiplication: a magnitude's bits less those of the scale are E4M3's with four
@@ -291,7 +272,7 @@ AVX2_INLINE size_t do_quads(bf16_row row, size_t i, size_t end, uint32_t *amax, 
         i += QUAD_LENGTH;
     __m128i half = _mm_max_epu16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
     half = _mm_max_epu16(half, _mm_unpackhi_epi64(half, half));
-    *amax = larger(*amax, (uint32_t)_mm_extract_epi16(half, 0) << 16);
+    *amax = tb__larger(*amax, (uint32_t)_mm_extract_epi16(half, 0) << 16);
     return i;
 }
 
@@ -326,8 +307,8 @@ AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src,
         if (i == stop)
             continue;
         size_t next = n - i < QUAD_LENGTH ? n : i + QUAD_LENGTH;
-        all = larger(all, mxfp8(TB_BF16, data + i, scales + i / TB__MXFP8_BLOCK, (const char *)src + 2 * i, next - i,
-                                is_floor, stream));
+        all = tb__larger(all, mxfp8(TB_BF16, data + i, scales + i / TB__MXFP8_BLOCK, (const char *)src + 2 * i,
+                                    next - i, is_floor, stream));
         i = next;
     }
     return all;
@@ -350,7 +331,7 @@ AVX2_INLINE uint32_t fp8(tb_dtype dtype, uint8_t *data, const void *src, size_t 
     if (i == n)
         return all;
     const char *rest = (const char *)src + i * bytes_per(dtype);
-    return larger(all, tb__quant_kernels_portable.fp8[dtype](data + i, rest, n - i, scale, false));
+    return tb__larger(all, tb__quant_kernels_portable.fp8[dtype](data + i, rest, n - i, scale, false));
 }
 
 /* Sixteen codes in two vectors, two to a byte. */
@@ -400,7 +381,7 @@ AVX2_INLINE uint32_t nvfp4(tb_dtype dtype, uint8_t *data, uint8_t *scales, const
             size_t at = i + b * TB__NVFP4_BLOCK;
             __m256i low = magnitude(load8(dtype, src, at)), high = magnitude(load8(dtype, src, at + 8));
             most[b] = largest(_mm256_max_epi32(low, high));
-            all = larger(all, most[b]);
+            all = tb__larger(all, most[b]);
         }
         nvfp4_scales(scales + i / TB__NVFP4_BLOCK, divisors, most, global);
         for (size_t b = 0; b < GROUP; b++)
@@ -409,8 +390,8 @@ AVX2_INLINE uint32_t nvfp4(tb_dtype dtype, uint8_t *data, uint8_t *scales, const
     if (i == n)
         return all;
     const char *rest = (const char *)src + i * bytes_per(dtype);
-    return larger(all, tb__quant_kernels_portable.nvfp4[dtype](data + i / 2, scales + i / TB__NVFP4_BLOCK, rest, n - i,
-                                                               global, false));
+    return tb__larger(all, tb__quant_kernels_portable.nvfp4[dtype](data + i / 2, scales + i / TB__NVFP4_BLOCK, rest,
+                                                                   n - i, global, false));
 }
 
 #define MXFP8(name, dtype)                                                                                             \

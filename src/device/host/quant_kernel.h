@@ -35,6 +35,10 @@ extern const tb__quant_kernels tb__quant_kernels_avx2;
 
 /* What both sets work out in the same way. */
 
+static inline uint32_t tb__larger(uint32_t a, uint32_t b) {
+    return a > b ? a : b;
+}
+
 static inline uint32_t tb__f32_bits(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, sizeof bits);

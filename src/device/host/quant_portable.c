@@ -2,15 +2,13 @@
 #include "device/host/kernel.h"
 #include "device/host/quant_kernel.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 enum { STEP = 128 }; /* elements at a time where blocks don't say it */
-
-static size_t min_size(size_t a, size_t b) {
-    return a < b ? a : b;
-}
 
 ALWAYS_INLINE size_t bytes_per(tb_dtype dtype) {
     return dtype == TB_F32 ? 4 : 2;
@@ -31,15 +29,11 @@ ALWAYS_INLINE uint32_t load(tb_dtype dtype, float *out, const void *src, size_t 
     return amax;
 }
 
-static uint32_t larger(uint32_t a, uint32_t b) {
-    return a > b ? a : b;
-}
-
 ALWAYS_INLINE uint32_t amax(tb_dtype dtype, const void *src, size_t n) {
     float x[STEP];
     uint32_t all = 0;
     for (size_t i = 0; i < n; i += STEP)
-        all = larger(all, load(dtype, x, src, i, min_size(STEP, n - i)));
+        all = tb__larger(all, load(dtype, x, src, i, tb__min_size(STEP, n - i)));
     return all;
 }
 
@@ -47,14 +41,14 @@ ALWAYS_INLINE uint32_t mxfp8(tb_dtype dtype, uint8_t *data, uint8_t *scales, con
     float x[TB__MXFP8_BLOCK];
     uint32_t all = 0;
     for (size_t i = 0; i < n; i += TB__MXFP8_BLOCK) {
-        size_t count = min_size(TB__MXFP8_BLOCK, n - i);
+        size_t count = tb__min_size(TB__MXFP8_BLOCK, n - i);
         uint32_t most = load(dtype, x, src, i, count), scale = tb__mxfp8_scale(most, is_floor);
         float factor = tb__mxfp8_factor(scale);
         for (size_t k = 0; k < count; k++)
             x[k] *= factor;
         tb__kernels_portable.narrow[TB_F8E4M3](data + i, x, count);
         scales[i / TB__MXFP8_BLOCK] = (uint8_t)scale;
-        all = larger(all, most);
+        all = tb__larger(all, most);
     }
     return all;
 }
@@ -63,8 +57,8 @@ ALWAYS_INLINE uint32_t fp8(tb_dtype dtype, uint8_t *data, const void *src, size_
     float x[STEP];
     uint32_t all = 0;
     for (size_t i = 0; i < n; i += STEP) {
-        size_t count = min_size(STEP, n - i);
-        all = larger(all, load(dtype, x, src, i, count));
+        size_t count = tb__min_size(STEP, n - i);
+        all = tb__larger(all, load(dtype, x, src, i, count));
         for (size_t k = 0; k < count; k++)
             x[k] /= scale;
         tb__kernels_portable.narrow[TB_F8E4M3](data + i, x, count);
@@ -87,14 +81,14 @@ ALWAYS_INLINE uint32_t nvfp4(tb_dtype dtype, uint8_t *data, uint8_t *scales, con
     float x[TB__NVFP4_BLOCK];
     uint32_t all = 0;
     for (size_t i = 0; i < n; i += TB__NVFP4_BLOCK) {
-        size_t count = min_size(TB__NVFP4_BLOCK, n - i);
+        size_t count = tb__min_size(TB__NVFP4_BLOCK, n - i);
         uint32_t most = load(dtype, x, src, i, count);
         uint8_t scale = tb__e4m3_round(tb__f32_of(most) / 6.0F / global);
         float divisor = tb__nvfp4_divisor(scale, global);
         for (size_t k = 0; k + 1 < count; k += 2)
             data[(i + k) / 2] = (uint8_t)(e2m1_round(x[k] / divisor) | e2m1_round(x[k + 1] / divisor) << 4);
         scales[i / TB__NVFP4_BLOCK] = scale;
-        all = larger(all, most);
+        all = tb__larger(all, most);
     }
     return all;
 }
