@@ -76,7 +76,10 @@ static bool is_memory_unused(void *arg) {
     bool is_used = false;
     for (tb__memory_user *user = t->world->memory_users; user; user = user->next)
         is_used |= user->invalidate(user, t->first, t->last, t->still, sizeof t->still);
-    return !is_used;
+    const char *stuck = tb__quarantine_find(t->world->loop, t->first, t->last);
+    if (stuck)
+        snprintf(t->still, sizeof t->still, "%s", stuck);
+    return !is_used && !stuck;
 }
 
 tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {

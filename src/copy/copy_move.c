@@ -5,6 +5,7 @@
 #include "ir/ir.h"
 #include "layout/overlap.h"
 #include "loop/jobs.h"
+#include "loop/region.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -171,6 +172,8 @@ typedef struct local_run {
     tb__jobs_run run; /* first */
     tb__jobs jobs;
     bool is_done;
+    bool is_given_up;           /* the device has not finished it ... */
+    tb__quarantine *quarantine; /* ... and may still use this memory */
     tb__loop *loop;
 } local_run;
 
@@ -178,6 +181,28 @@ static void on_local_done(tb__jobs_run *run) {
     local_run *l = (local_run *)run;
     l->is_done = true;
     tb__loop_signal(l->loop);
+    if (l->is_given_up) {
+        tb__quarantine_end(l->quarantine);
+        tb__jobs_release(&l->jobs);
+        free(l);
+    }
+}
+
+/* Its memory is in use until the device finishes it. */
+static void give_up_local(tb_copy *copy, local_run *r) {
+    char what[160];
+    snprintf(what, sizeof what, "a local copy of %.80s that a device has not finished", copy->what);
+    r->is_given_up = true;
+    r->quarantine = tb__quarantine_create(copy->world->loop, what);
+    for (size_t i = 0; i < copy->views.count; i++) {
+        const tb__match_view *v = &copy->views.item[i];
+        tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
+        uintptr_t first, last;
+        memcpy(b.strides, v->strides, sizeof b.strides);
+        if (tb__binding_span(&b, &first, &last) == TB_OK)
+            tb__quarantine_add(r->quarantine, first, last);
+    }
+    copy->copies_local = false;
 }
 
 static bool is_local_done(void *arg) {
@@ -220,6 +245,7 @@ static tb_status copy_local(tb_copy *copy, const local_moves *l) {
     tb__jobs_cancel(loop, &r->run);
     if (tb__loop_wait(loop, is_local_done, r, copy->deadline_ms + STUCK_MS))
         return end_local(copy, r);
+    give_up_local(copy, r);
     tb__copy_break(copy, tb__fail(TB_TIMEOUT, "%s: a device has not finished local copies: their memory stays in use",
                                   copy->what));
     return tb__fail(TB_TIMEOUT, "%s", copy->why);

@@ -6,6 +6,7 @@
 #include "base/int.h"
 #include "base/log.h"
 #include "device/host/reader.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -519,8 +520,10 @@ static void finish_copy_op(copy_op *c, tb_status status) {
     if (flow->copies.is_stuck) {
         tb__leg_end_copy(leg);
         tb__flow_free_copy_op(c);
-        if (--flow->copies.nops == 0 && flow->copies.is_orphan)
+        if (--flow->copies.nops == 0 && flow->copies.is_orphan) {
+            tb__quarantine_end(flow->copies.quarantine);
             (void)tb__flow_free(flow);
+        }
         return;
     }
     if (status != TB_OK)
@@ -598,6 +601,24 @@ static bool has_no_copy_ops(void *arg) {
     return ((const tb__flow *)arg)->copies.nops == 0;
 }
 
+static void quarantine_binding(tb__quarantine *q, const tb_binding *b) {
+    uintptr_t first, last;
+    if (tb__binding_span(b, &first, &last) == TB_OK)
+        tb__quarantine_add(q, first, last);
+}
+
+static void quarantine_tensors(tb__flow *flow) {
+    char what[160];
+    snprintf(what, sizeof what, "a copy of %.80s that a device has not finished", flow->what);
+    tb__quarantine *q = flow->copies.quarantine = tb__quarantine_create(flow->o.loop, what);
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        quarantine_binding(q, flow->setup.snapshot_of ? &flow->setup.snapshot_of[i] : &flow->tensors[i].src);
+        quarantine_binding(q, flow->shadow.live ? &flow->shadow.live[i] : &flow->tensors[i].dst);
+        for (size_t j = 0; j < flow->tensors[i].npadding; j++)
+            quarantine_binding(q, &flow->tensors[i].padding[j]);
+    }
+}
+
 bool tb__flow_end_copies(tb__flow *flow) {
     for (int is_send = 0; is_send < 2; is_send++)
         tb__flow_cancel_copy_ops(flow, is_send);
@@ -607,5 +628,6 @@ bool tb__flow_end_copies(tb__flow *flow) {
     tb__log(TB_LOG_ERROR, "%s: a device has not finished a copy; the memory that it uses is not given back",
             flow->what);
     flow->copies.is_stuck = flow->copies.is_orphan = true;
+    quarantine_tensors(flow);
     return false;
 }

@@ -130,10 +130,11 @@ struct flow_groups {
 /* Only copy.c writes it. */
 struct flow_copies {
     prepared prepared[COPY_KINDS];
-    copy_op *ops;   /* under way, a list */
-    size_t nops;    /* including those whose `end` is running */
-    bool is_stuck;  /* a device has not finished copies in time: the memory that they use is kept */
-    bool is_orphan; /* the flow is freed when the last copy is done */
+    copy_op *ops;               /* under way, a list */
+    size_t nops;                /* including those whose `end` is running */
+    bool is_stuck;              /* a device has not finished copies in time: the memory that they use is kept */
+    bool is_orphan;             /* the flow is freed when the last copy is done ... */
+    tb__quarantine *quarantine; /* ... and until then its tensors are in use */
 };
 
 /* What is not in a struct of its own is written by flow.c only, except that setup.c binds `tensors` to snapshots and

@@ -341,7 +341,10 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         const member *m = tb__flow_find_member(flow, flow->o.gather.awaits(flow->o.gather.arg));
         first = m ? m->peer->label : NULL;
     }
-    if (!first)
+    bool is_copying = i == ntests && (is_send ? &flow->send : &flow->recv)->ncopies > 0;
+    if (is_copying)
+        snprintf(out, room, "this rank's own copies have not finished");
+    else if (!first)
         snprintf(out, room, "data is still on its way");
     else if (others)
         snprintf(out, room, "waiting for %s and %zu others %s", first, others, what);

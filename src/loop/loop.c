@@ -110,14 +110,16 @@ static void begin_submitted(tb__loop *loop) {
     }
 }
 
-/* The lock is released while devices work. `done` functions may submit more. */
+/* The lock is released while devices work. `done` functions may submit more. A device may have something to do without
+ * work, such as clearing its descriptor; the host's has not. */
 static bool progress_devices(tb__loop *loop) {
     bool did = false;
-    if (!loop->submitted)
+    size_t ndevices = loop->submitted ? loop->ndevices : loop->ndevices - 1;
+    if (ndevices == 0)
         return false;
     begin_submitted(loop);
     pthread_mutex_unlock(&loop->lock);
-    for (size_t i = 0; i < loop->ndevices; i++)
+    for (size_t i = 0; i < ndevices; i++)
         did |= loop->devices[i]->ops->progress(loop->devices[i]);
     pthread_mutex_lock(&loop->lock);
     for (tb__submitted **at = &loop->submitted, *it; (it = *at);) {

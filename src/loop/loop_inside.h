@@ -38,6 +38,8 @@ struct tb__loop {
     tb__port *ports;
     tb__task *tasks;
     struct tb__region *regions[TB__REGION_BUCKETS];
+    struct tb__quarantine *quarantine;
+    bool is_all_in_quarantine; /* there was no memory to say which is */
     uint64_t task_changes;
     uint32_t last_port;
     uint64_t last_tag;

@@ -5,6 +5,8 @@
 #include "device/host/memory.h"
 #include "loop/loop_inside.h"
 
+#include <stdio.h>
+
 struct tb__region {
     tb__loop *loop;
     char *base;
@@ -82,4 +84,59 @@ void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes) {
             }
         }
     }
+}
+
+/* ---- Quarantine -------------------------------------------------------------------------------------------------- */
+
+typedef struct span {
+    uintptr_t first, last;
+} span;
+
+struct tb__quarantine {
+    tb__loop *loop;
+    char what[160];
+    TB_VEC(span) spans;
+    tb__quarantine *next;
+};
+
+tb__quarantine *tb__quarantine_create(tb__loop *loop, const char *what) {
+    tb__quarantine *q = tb__calloc(1, sizeof *q);
+    if (!q) {
+        loop->is_all_in_quarantine = true;
+        return NULL;
+    }
+    q->loop = loop;
+    q->next = loop->quarantine;
+    snprintf(q->what, sizeof q->what, "%s", what);
+    loop->quarantine = q;
+    return q;
+}
+
+void tb__quarantine_add(tb__quarantine *q, uintptr_t first, uintptr_t last) {
+    if (!q || first == last)
+        return;
+    if (!tb__vec_push(&q->spans, ((span){first, last})))
+        q->loop->is_all_in_quarantine = true;
+}
+
+void tb__quarantine_end(tb__quarantine *q) {
+    if (!q)
+        return;
+    tb__quarantine **at = &q->loop->quarantine;
+    while (*at != q)
+        at = &(*at)->next;
+    *at = q->next;
+    tb__loop_signal(q->loop);
+    free(q->spans.item);
+    free(q);
+}
+
+const char *tb__quarantine_find(const tb__loop *loop, uintptr_t first, uintptr_t last) {
+    for (const tb__quarantine *q = loop->quarantine; q; q = q->next) {
+        for (size_t i = 0; i < q->spans.count; i++) {
+            if (q->spans.item[i].first < last && first < q->spans.item[i].last)
+                return q->what;
+        }
+    }
+    return loop->is_all_in_quarantine ? "work that a device has not finished" : NULL;
 }

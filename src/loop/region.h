@@ -19,4 +19,15 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out)
 /* Makes every region that shares a byte with these invalid. */
 void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes);
 
+/* Memory that a device may still use although the work was given up, because the device does not finish it. It counts
+ * as in use until the work is done. */
+typedef struct tb__quarantine tb__quarantine;
+
+/* `what` names its user: "tensors of batch 'step'". NULL: there is no memory, and all memory counts as in use. */
+tb__quarantine *tb__quarantine_create(tb__loop *loop, const char *what);
+void tb__quarantine_add(tb__quarantine *quarantine, uintptr_t first, uintptr_t last); /* NULL is allowed */
+void tb__quarantine_end(tb__quarantine *quarantine);                                  /* NULL is allowed */
+/* The user of memory in quarantine that shares a byte with this; NULL: there is none. */
+const char *tb__quarantine_find(const tb__loop *loop, uintptr_t first, uintptr_t last);
+
 #endif

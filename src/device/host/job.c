@@ -272,9 +272,9 @@ static void on_work_done(tb__work *work) {
     tb__host_device *device = run->device;
     pthread_mutex_lock(&device->lock);
     TAILQ_INSERT_TAIL(&device->ended, run, ended_link);
-    pthread_mutex_unlock(&device->lock);
     if (progressing != device)
-        eventfd_write(device->wake, 1);
+        eventfd_write(device->wake, 1); /* with the lock: once the run is taken, the device may be closed */
+    pthread_mutex_unlock(&device->lock);
 }
 
 /* ---- Runs ------------------------------------------------------------------------------------------------------- */
@@ -513,8 +513,11 @@ static bool complete_ended_runs(tb__host_device *device) {
     for (;;) {
         pthread_mutex_lock(&device->lock);
         tb__host_run *run = TAILQ_FIRST(&device->ended);
+        eventfd_t unused;
         if (run)
             TAILQ_REMOVE(&device->ended, run, ended_link);
+        else
+            eventfd_read(device->wake, &unused); /* with the lock: it is readable only if a run has ended */
         pthread_mutex_unlock(&device->lock);
         if (!run)
             return did;
@@ -537,8 +540,6 @@ static bool help_one_piece(tb__host_device *device) {
 
 bool tb__host_progress(tb__device *base) {
     tb__host_device *device = (tb__host_device *)base;
-    eventfd_t unused;
-    eventfd_read(device->wake, &unused);
     bool did = begin_ready_runs(device);
     did |= help_one_piece(device);
     return complete_ended_runs(device) || did;
