@@ -112,8 +112,9 @@ typedef struct tb_plan tb_plan;
 
 typedef struct tb_plan_opts {
     size_t size;
-    /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other. A source on the target's
-     * host comes first; what ranks without one want leaves the sources' hosts once, in a broadcast to all of them. */
+    /* hosts[rank]: the machine of the rank; NULL: not known, and all sources are equal. A source on the target's
+     * machine is preferred. Data for ranks without one leaves the source's machine once, in a broadcast to all of them.
+     */
     const int32_t *hosts;
     size_t nhosts;   /* ranks the array covers; it must cover both meshes */
     bool unbalanced; /* take the first replica for everything, to compare against */

@@ -104,8 +104,8 @@ typedef enum tb_dtype {
     TB_DTYPE_COUNT
 } tb_dtype;
 
-TB_API const char *tb_dtype_name(tb_dtype dtype); /* "bf16"; NULL for what is no dtype */
-TB_API unsigned tb_dtype_bits(tb_dtype dtype);    /* 16; 0 for what is no dtype */
+TB_API const char *tb_dtype_name(tb_dtype dtype); /* "bf16"; NULL: not a dtype */
+TB_API unsigned tb_dtype_bits(tb_dtype dtype);    /* 16; 0: not a dtype */
 
 /* Takes our names, and those of PyTorch ("bfloat16") and safetensors ("BF16"). */
 TB_API tb_status tb_dtype_parse(const char *name, tb_dtype *out);
@@ -440,7 +440,7 @@ typedef enum tb_phase {
     TB_PHASE_COUNT
 } tb_phase;
 
-TB_API const char *tb_phase_name(tb_phase phase); /* "plan"; NULL for what is no phase */
+TB_API const char *tb_phase_name(tb_phase phase); /* "plan"; NULL: not a phase */
 
 typedef struct tb_transfer_state {
     size_t size;

@@ -285,6 +285,45 @@ static void test_deadlines_wake_a_manual_world(void **state) {
     tb_world_destroy(a);
 }
 
+/* Workers wake the world when a copy is done. Once that was seen, there is nothing to wake for. */
+static void test_an_idle_world_sleeps(void **state) {
+    const scene *s = *state;
+    tb_world_opts opts = {.size = sizeof opts, .manual = true, .workers = 4};
+    tb_world *world;
+    loop l;
+    part from, to;
+    check_ok(tb_world_join(s->url, "a", 0, 1, &opts, &world));
+    loop_init(&l, world);
+    part_init(&to, "mesh=1 place=R", 0, 300, 300);
+    part_init(&from, "mesh=1 place=R", 0, 300, 300);
+    tb_tensor tensors[2] = {part_tensor(&from), part_tensor(&to)};
+    for (int i = 0; i < 2; i++)
+        check_ok(tb_batch_add(l.batch, l.pairs[i], "large", &tensors[i]));
+    for (uint32_t i = 0; i < 200; i++) {
+        tb_transfer *sent, *received;
+        part_fill(&from, i);
+        check_ok(tb_send(l.batch, NULL, &sent));
+        check_ok(tb_recv(l.batch, NULL, &received));
+        check_ok(tb_wait(received, TB_COMMITTED, -1));
+        check_ok(tb_wait(sent, TB_COMMITTED, -1));
+        tb_transfer_destroy(sent);
+        tb_transfer_destroy(received);
+        check(part_holds(&to, i));
+        struct pollfd fd = {.fd = tb_world_fd(world), .events = POLLIN};
+        int nwakes = 0;
+        for (; nwakes < 1000 && poll(&fd, 1, 1) == 1; nwakes++)
+            check_ok(tb_world_progress(world));
+        check(nwakes < 1000);
+    }
+    tb_batch_destroy(l.batch);
+    tb_pair_destroy(l.pairs[0]);
+    tb_pair_destroy(l.pairs[1]);
+    part_fini(&l.part);
+    part_fini(&from);
+    part_fini(&to);
+    tb_world_destroy(world);
+}
+
 /* The last to be destroyed ends it all. */
 static void test_destroyed_in_any_order(void **state) {
     const scene *s = *state;
@@ -320,6 +359,7 @@ int main(void) {
         IN_A_SCENE(test_two_worlds_driven_by_one_thread),
         IN_A_SCENE(test_two_worlds_driven_by_one_thread_staged),
         IN_A_SCENE(test_deadlines_wake_a_manual_world),
+        IN_A_SCENE(test_an_idle_world_sleeps),
         IN_A_SCENE(test_destroyed_in_any_order),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

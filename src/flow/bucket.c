@@ -229,9 +229,8 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     p->left--;
     tb__leg_end_message(&flow->recv);
     if (!is_valid)
-        return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED,
-                        "%s withdrew bucket %zu of %s while it was read", from->peer->label, p->bucket,
-                        flow->what);
+        return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED, "%s withdrew bucket %zu of %s while it was read",
+                        from->peer->label, p->bucket, flow->what);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_TAKEN, flow->recv.attempt);
     tb__pack_u64(&pack, c->tag);

@@ -18,9 +18,9 @@ static bool is_gathered(const tb__flow *flow, const tb_bucket *bucket) {
 }
 
 /* The first group with this user group, or a higher one. */
-static size_t find_user_group(const tb__flow *flow, uint32_t host) {
+static size_t find_user_group(const tb__flow *flow, uint32_t user_group) {
     size_t i = 0;
-    TB_BISECT(i, flow->setup.groups.count, flow->setup.groups.item[i].user_group >= host);
+    TB_BISECT(i, flow->setup.groups.count, flow->setup.groups.item[i].user_group >= user_group);
     return i;
 }
 
@@ -149,15 +149,15 @@ bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
     return g->ordinal < taken + flow->o.group_window;
 }
 
-bool tb__flow_has_group(const tb__flow *flow, uint32_t host) {
-    return flow->recv.attempt && flow->groups.done >= find_user_group(flow, host + 1);
+bool tb__flow_has_group(const tb__flow *flow, uint32_t user_group) {
+    return flow->recv.attempt && flow->groups.done >= find_user_group(flow, user_group + 1);
 }
 
-void tb__flow_take_groups(tb__flow *flow, uint32_t host) {
-    if (host == UINT32_MAX) {
+void tb__flow_take_groups(tb__flow *flow, uint32_t user_group) {
+    if (user_group == UINT32_MAX) {
         flow->groups.takes_all = true;
     } else {
-        size_t taken = ordinal_at(flow, find_user_group(flow, host + 1));
+        size_t taken = ordinal_at(flow, find_user_group(flow, user_group + 1));
         flow->groups.user_groups_taken =
             taken > flow->groups.user_groups_taken ? taken : flow->groups.user_groups_taken;
     }
