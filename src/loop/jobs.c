@@ -69,13 +69,15 @@ void tb__jobs_release(tb__jobs *jobs) {
 }
 
 static void on_job_done(tb__submitted *submitted) {
-    tb__jobs_run *run = ((struct tb__jobs_item *)submitted)->run;
+    struct tb__jobs_item *item = (struct tb__jobs_item *)submitted;
+    tb__jobs_run *run = item->run;
     const tb__fence *fence = &submitted->fence;
     if (fence->status != TB_OK && (run->status == TB_OK || run->status == TB_CANCELLED)) {
         run->status = fence->status;
         run->failed = submitted->device;
         snprintf(run->why, sizeof run->why, "%s", fence->why);
     }
+    item->run = NULL;
     if (--run->left == 0)
         run->done(run);
 }
@@ -100,7 +102,7 @@ void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__j
 
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run) {
     for (size_t i = 0; i < TB__JOBS_MAX; i++) {
-        if (run->item[i].run && !run->item[i].submitted.fence.is_done)
+        if (run->item[i].run)
             tb__loop_cancel(loop, &run->item[i].submitted);
     }
 }

@@ -31,7 +31,7 @@ struct tb__jobs_run {
     size_t left; /* jobs that are not done */
     struct tb__jobs_item {
         tb__submitted submitted;
-        tb__jobs_run *run; /* NULL: there is no such job */
+        tb__jobs_run *run; /* NULL: there is no such job, or it is done */
     } item[TB__JOBS_MAX];
 };
 
