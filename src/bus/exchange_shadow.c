@@ -51,7 +51,7 @@ static tb_status alloc_shadow(const tb__loop *loop, tb__encoded_shadows *shadows
     s->device = tb__loop_find_device(loop, live->data, 1);
     if (s->device->ops == &tb__host_device_ops)
         s->device = tb__loop_find_device(loop, live->scales, 1);
-    TB_TRY(s->device->ops->alloc(s->device, data + scales, (void **)&s->memory));
+    TB_TRY(s->device->ops->alloc(s->device, 0, data + scales, (void **)&s->memory));
     s->encoded.data = s->memory;
     s->encoded.scales = live->scales ? s->memory + data : NULL;
     return tb__index_add(&shadows->by_data, hash, shadows->all.count) ? TB_OK : TB_NO_MEMORY;

@@ -20,12 +20,14 @@
 #define TB_DEVICE_DEVICE_H
 
 #include "base/error.h"
+#include "base/pack.h"
 #include "device/move.h"
 
 typedef struct tb__device tb__device;
 typedef struct tb__job tb__job; /* prepared moves */
+typedef struct tb__gate tb__gate; /* holds a stream */
 
-enum { TB__MEMORY_KEY_MAX = 64, TB__FENCE_WHY_MAX = 256 };
+enum { TB__FENCE_WHY_MAX = 256 };
 
 /* Completion of a run or checksum. Zero-initialise it before it is given to `run` or `checksum`. */
 typedef struct tb__fence {
@@ -39,6 +41,7 @@ typedef struct tb__fence {
 typedef struct tb__memory {
     void *base;
     size_t nbytes;
+    int index;         /* which of the device's units it is on: a GPU's ordinal in this process; 0 on the host */
     uint64_t epoch;    /* tells it apart from earlier memory at the same address */
     bool is_shareable; /* with other processes */
 } tb__memory;
@@ -50,11 +53,13 @@ struct tb__mapping {
     size_t nbytes;
 };
 
-/* With the descriptor that `share` gives, enough to map memory in another process. Can be copied into messages. */
+/* Enough to map memory in another process: bytes for a message, and descriptors that travel beside it. */
 typedef struct tb__memory_key {
-    uint32_t nbytes;
-    unsigned char bytes[TB__MEMORY_KEY_MAX];
+    tb__pack bytes;
+    TB_VEC(int) fds; /* owned by the key */
 } tb__memory_key;
+
+void tb__memory_key_fini(tb__memory_key *key); /* closes its descriptors */
 
 /* Which parts of a job to run, and on which buffers. */
 typedef struct tb__run {
@@ -70,23 +75,37 @@ typedef struct tb__run {
 typedef struct tb__device_ops {
     const char *name;
 
-    /* TB_REFUSED: no such device on this machine. */
-    tb_status (*open)(int index, tb__device **out);
+    /* Opens the device for one loop. Must be cheap: a device that needs a driver loads it when memory of it is first
+     * used. TB_REFUSED: this machine can't have such a device. */
+    tb_status (*open)(tb__device **out);
     /* No run may be under way, and all jobs, mappings and memory must be freed. */
     void (*close)(tb__device *device);
 
     /* Whether the device owns all of these bytes; *out describes their memory. Any thread. */
     bool (*find)(tb__device *device, const void *address, size_t nbytes, tb__memory *out);
-    tb_status (*alloc)(tb__device *device, size_t nbytes, void **out);
+    /* Any thread. `index` is that of tb__memory. */
+    tb_status (*alloc)(tb__device *device, int index, size_t nbytes, void **out);
     void (*free)(tb__device *device, void *address); /* NULL is allowed */
+    /* (optional; default: the device's name) The name of a unit in messages, such as "cuda:1". Any thread. */
+    const char *(*unit_name)(tb__device *device, int index);
 
-    /* (optional; default: TB_REFUSED) Lets other processes map memory that `find` found. *fd is a descriptor to be sent
-     * with the key, which the device keeps owning; -1: none. */
-    tb_status (*share)(tb__device *device, const tb__memory *memory, tb__memory_key *key, int *fd);
-    /* (with share) Maps it; the caller keeps the descriptor. Offsets are relative to the memory's base, and `prepare`
+    /* (optional; default: TB_REFUSED) Lets other processes map memory that `find` found. *key is empty before. */
+    tb_status (*share)(tb__device *device, const tb__memory *memory, tb__memory_key *key);
+    /* (with share) Maps it; the caller keeps owning the key. Offsets are relative to the memory's base, and `prepare`
      * refuses moves beyond its nbytes. Devices can use their own mappings, and those of the host. */
-    tb_status (*map)(tb__device *device, const tb__memory_key *key, int fd, tb__mapping **out);
-    void (*unmap)(tb__device *device, tb__mapping *mapping); /* no job may use it */
+    tb_status (*map)(tb__device *device, const tb__memory_key *key, tb__mapping **out);
+    /* No run of a job that uses it may be under way, and such a job must not be run again. */
+    void (*unmap)(tb__device *device, tb__mapping *mapping);
+
+    /* (optional, all of stream_... and gate_...; default: TB_REFUSED, the device has no streams) Streams order the
+     * program's own work on the device. `stream` points to a handle. Any thread may call these. */
+    /* The fence is done when the work that is on the stream now is done. */
+    tb_status (*stream_record)(tb__device *device, const void *stream, tb__fence *fence);
+    /* Later work on the stream waits for the run of this fence, which the device has begun and not completed. */
+    tb_status (*stream_wait)(tb__device *device, const void *stream, const tb__fence *fence);
+    /* Later work on the stream waits until the gate is opened, which happens by itself at the deadline. */
+    tb_status (*gate_create)(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);
+    void (*gate_open)(tb__gate *gate); /* and frees it. Never blocks */
 
     /* Makes a job of moves, which are checked and copied; the caller keeps owning their mappings and memory. */
     tb_status (*prepare)(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);
@@ -115,12 +134,16 @@ struct tb__device {
 /* Devices of this build; ends with NULL. The host is last: it owns all memory that no other device does. */
 extern const tb__device_ops *const *_Atomic tb__devices;
 
-tb_status tb__device_open(const char *name, int index, tb__device **out);
+tb_status tb__device_open(const char *name, tb__device **out);
 void tb__device_close(tb__device *device); /* NULL is allowed */
 
 /* Call the slot of that name, or the default above if it is NULL. */
-tb_status tb__device_share(tb__device *device, const tb__memory *memory, tb__memory_key *key, int *fd);
-tb_status tb__device_map(tb__device *device, const tb__memory_key *key, int fd, tb__mapping **out);
+const char *tb__device_unit_name(tb__device *device, int index);
+tb_status tb__device_share(tb__device *device, const tb__memory *memory, tb__memory_key *key);
+tb_status tb__device_map(tb__device *device, const tb__memory_key *key, tb__mapping **out);
+tb_status tb__device_stream_record(tb__device *device, const void *stream, tb__fence *fence);
+tb_status tb__device_stream_wait(tb__device *device, const void *stream, const tb__fence *fence);
+tb_status tb__device_gate_create(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);
 
 /* The address of source k of a move, which is in a mapping. TB_INVALID: the device can't use the mapping, or the source
  * is outside of it. */

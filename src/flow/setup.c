@@ -177,7 +177,7 @@ static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, bool is_
         size_t total = at;
         at = 0;
         if (pass == 1) {
-            TB_TRY(device->ops->alloc(device, total, (void **)&memory));
+            TB_TRY(device->ops->alloc(device, 0, total, (void **)&memory));
             if (!tb__vec_push(&flow->setup.duplicates, ((device_memory){device, memory}))) {
                 device->ops->free(device, memory);
                 return TB_NO_MEMORY;

@@ -340,22 +340,18 @@ static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const ch
     return TB_OK;
 }
 
-/* All devices of this machine. */
+/* All devices of this build. */
 static tb_status open_devices(tb__loop *loop) {
     for (const tb__device_ops *const *ops = tb__devices; *ops; ops++) {
-        for (int index = 0;; index++) {
-            struct epoll_event event = {.events = EPOLLIN};
-            tb__device *device;
-            tb_status status = (*ops)->open(index, &device);
-            if (status == TB_REFUSED)
-                break;
-            TB_TRY(status);
-            loop->devices[loop->ndevices++] = device;
-            if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, (*ops)->fd(device), &event) != 0)
-                return tb__fail(TB_IO, "watch device %s: %s", (*ops)->name, tb__errno_text(errno));
-            if (loop->ndevices == TB__MAX_DEVICES)
-                return tb__fail(TB_TOO_BIG, "more than %d devices", TB__MAX_DEVICES - 1);
-        }
+        struct epoll_event event = {.events = EPOLLIN};
+        tb__device *device;
+        tb_status status = (*ops)->open(&device);
+        if (status == TB_REFUSED)
+            continue;
+        TB_TRY(status);
+        loop->devices[loop->ndevices++] = device;
+        if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, (*ops)->fd(device), &event) != 0)
+            return tb__fail(TB_IO, "watch device %s: %s", (*ops)->name, tb__errno_text(errno));
     }
     return TB_OK;
 }

@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 32, TB__REGION_BUCKETS = 4096 };
+enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 4, TB__REGION_BUCKETS = 4096 };
 
 /* Tags: one for messages between loops, the rest for data. */
 enum { TB__TAG_MESSAGE = 0 };

@@ -32,7 +32,7 @@ static tb_status run_list(tb__move_list *list, void *buffer) {
     tb__device *host;
     tb__job *job;
     tb__fence fence = {0};
-    assert_int_equal(tb__device_open("host", 0, &host), TB_OK);
+    assert_int_equal(tb__device_open("host", &host), TB_OK);
     assert_int_equal(host->ops->prepare(host, list->moves.item, list->moves.count, &job), TB_OK);
     tb__move_list_fini(list);
     assert_int_equal(host->ops->run(host, job, &(tb__run){.src_buffer = buffer, .dst_buffer = buffer}, &fence), TB_OK);

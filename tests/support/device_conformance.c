@@ -79,7 +79,7 @@ area make_area(suite *s, tb__device *owner, size_t nbytes) {
     void *at = NULL;
     (void)s;
     assert_non_null(a.image);
-    assert_ok(owner->ops->alloc(owner, nbytes, &at));
+    assert_ok(owner->ops->alloc(owner, 0, nbytes, &at));
     a.at = at;
     return a;
 }
@@ -154,10 +154,10 @@ void device_conformance(const device_traits *traits) {
         in_buffer[i] = TB__IN_BUFFER;
     suite s = {.traits = traits, .g = {test_seed()}, .is_host = strcmp(traits->name, "host") == 0};
     start_peers(&s);
-    assert_ok(tb__device_open(traits->name, 0, &s.device));
+    assert_ok(tb__device_open(traits->name, &s.device));
     s.host = s.device;
     if (!s.is_host)
-        assert_ok(tb__device_open("host", 0, &s.host));
+        assert_ok(tb__device_open("host", &s.host));
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         int64_t began = tb__now_ms();
         printf("  %s: %s", traits->name, parts[i].name);

@@ -7,8 +7,8 @@
 
 typedef struct device_traits {
     const char *name; /* of a device in tb__devices */
-    /* (optional) Puts another offset and size into a memory key. NULL: keys of this device have none. */
-    void (*forge_key)(tb__memory_key *key, uint64_t offset, uint64_t nbytes);
+    /* (optional) Puts another offset and size into the bytes of a memory key. NULL: keys of this device have none. */
+    void (*forge_key)(unsigned char *key, size_t key_nbytes, uint64_t offset, uint64_t nbytes);
 } device_traits;
 
 /* All of the suite. Asserts with cmocka. It forks first of all: there must be no other threads, and no workers. */

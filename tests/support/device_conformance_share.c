@@ -24,7 +24,8 @@ typedef struct request {
 typedef struct answer {
     tb_status status;
     char why[200];
-    tb__memory_key key;
+    size_t key_nbytes;
+    unsigned char key[256];
     uint64_t offset; /* in the mapping, of the first byte that was asked for */
     bool has_fd;
 } answer;
@@ -70,6 +71,7 @@ static void receive_answer(int socket, answer *a, int *fd) {
 
 /* In the peer. */
 static tb_status do_request(suite *s, const request *r, answer *a, int *fd) {
+    tb__memory_key key = {0};
     tb__device *device = r->is_host ? s->host : s->device;
     uint8_t *bytes = malloc(r->filled + 1);
     const void *src = bytes;
@@ -77,7 +79,7 @@ static tb_status do_request(suite *s, const request *r, answer *a, int *fd) {
     tb__fence fence = {0};
     tb__job *job;
     void *at;
-    TB_TRY(device->ops->alloc(device, r->nbytes, &at));
+    TB_TRY(device->ops->alloc(device, 0, r->nbytes, &at));
     char *filled = (char *)at + r->nbytes - r->filled;
     fill_bytes(r->seed, bytes, r->filled);
     tb__move move = byte_move(filled, &src, r->filled);
@@ -91,13 +93,18 @@ static tb_status do_request(suite *s, const request *r, answer *a, int *fd) {
     if (!device->ops->find(device, at, r->nbytes, &memory))
         return TB_INTERNAL;
     a->offset = (uint64_t)((char *)at - (char *)memory.base);
-    return tb__device_share(device, &memory, &a->key, fd);
+    TB_TRY(tb__device_share(device, &memory, &key));
+    a->key_nbytes = key.bytes.count;
+    memcpy(a->key, key.bytes.data, key.bytes.count);
+    *fd = key.fds.count ? dup(key.fds.item[0]) : -1;
+    tb__memory_key_fini(&key);
+    return TB_OK;
 }
 
 static void be_peer(suite *s, int socket) {
     request r;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (tb__device_open(s->traits->name, 0, &s->device) != TB_OK || tb__device_open("host", 0, &s->host) != TB_OK)
+    if (tb__device_open(s->traits->name, &s->device) != TB_OK || tb__device_open("host", &s->host) != TB_OK)
         _exit(1);
     while (recv(socket, &r, sizeof r, 0) == (ssize_t)sizeof r) {
         answer a = {0};
@@ -106,6 +113,8 @@ static void be_peer(suite *s, int socket) {
         snprintf(a.why, sizeof a.why, "%s", tb_error_detail());
         a.has_fd = fd >= 0;
         send_answer(socket, &a, fd);
+        if (fd >= 0)
+            close(fd);
     }
     _exit(0);
 }
@@ -171,9 +180,20 @@ static void close_fd(shared *x) {
     x->fd = -1;
 }
 
+/* Maps memory by bytes of a key and a descriptor; -1: none. */
+static tb_status map_key(tb__device *device, const void *bytes, size_t nbytes, int fd, tb__mapping **out) {
+    tb__memory_key key = {.bytes = {.data = (unsigned char *)(uintptr_t)bytes, .count = nbytes},
+                          .fds = {.item = &fd, .count = fd >= 0}};
+    return tb__device_map(device, &key, out);
+}
+
+static tb_status map_answer(const shared *x, tb__mapping **out) {
+    return map_key(x->device, x->answer.key, x->answer.key_nbytes, x->fd, out);
+}
+
 /* The descriptor is not needed any more when it is mapped. */
 static void map_shared(shared *x) {
-    assert_ok(tb__device_map(x->device, &x->answer.key, x->fd, &x->mapping));
+    assert_ok(map_answer(x, &x->mapping));
     close_fd(x);
 }
 
@@ -230,7 +250,7 @@ void check_sharing(suite *s) {
     shared again = x[0];
     ask(s, 0, (request){.nbytes = 1000, .filled = 1000, .seed = 5}, &again);
     tb__mapping *second;
-    assert_ok(tb__device_map(s->device, &again.answer.key, again.fd, &second));
+    assert_ok(map_answer(&again, &second));
     map_shared(&again);
     s->device->ops->unmap(s->device, second);
     check_shared(s, &(shared *){&again}, 1);
@@ -241,17 +261,16 @@ void check_sharing(suite *s) {
     }
     /* Memory that is not the device's can't be shared. */
     tb__memory memory = {.base = x, .nbytes = sizeof x, .is_shareable = true};
-    tb__memory_key key;
-    int fd = -7;
-    assert_true(tb__device_share(s->device, &memory, &key, &fd) != TB_OK);
+    tb__memory_key key = {0};
+    assert_true(tb__device_share(s->device, &memory, &key) != TB_OK);
     memory.is_shareable = false;
-    assert_int_equal(tb__device_share(s->device, &memory, &key, &fd), TB_REFUSED);
-    assert_int_equal(fd, -7);
+    assert_int_equal(tb__device_share(s->device, &memory, &key), TB_REFUSED);
+    assert_int_equal(key.bytes.count + key.fds.count, 0);
 }
 
-static void check_not_mapped(suite *s, const tb__memory_key *key, int fd) {
+static void check_not_mapped(suite *s, const unsigned char *key, size_t nbytes, int fd) {
     tb__mapping *none = (tb__mapping *)s;
-    assert_true(tb__device_map(s->device, key, fd, &none) != TB_OK);
+    assert_true(map_key(s->device, key, nbytes, fd, &none) != TB_OK);
     assert_true(none == (tb__mapping *)s && tb_error_detail()[0]);
 }
 
@@ -292,32 +311,29 @@ void check_forged_keys(suite *s) {
     }
     ask(s, 0, (request){.nbytes = 5000, .filled = 5000, .seed = 1}, &x);
     ask(s, 1, (request){.nbytes = 5000, .filled = 5000, .seed = 2}, &other);
-    tb__memory_key key = x.answer.key;
-    for (uint32_t n = 0; n < key.nbytes; n++) {
-        tb__memory_key shorter = key;
-        shorter.nbytes = n;
-        check_not_mapped(s, &shorter, x.fd);
-    }
-    key.nbytes = UINT32_MAX;
-    check_not_mapped(s, &key, x.fd);
+    unsigned char key[sizeof x.answer.key + 1];
+    size_t nbytes = x.answer.key_nbytes;
+    memcpy(key, x.answer.key, sizeof x.answer.key);
+    for (size_t n = 0; n < nbytes; n++)
+        check_not_mapped(s, key, n, x.fd);
+    check_not_mapped(s, key, nbytes + 1, x.fd);
     if (x.fd >= 0) {
-        check_not_mapped(s, &x.answer.key, -1);
-        check_not_mapped(s, &x.answer.key, other.fd); /* another process's */
+        check_not_mapped(s, key, nbytes, -1);
+        check_not_mapped(s, key, nbytes, other.fd); /* another process's */
         int plain = fileno(tmpfile());
-        check_not_mapped(s, &x.answer.key, plain);
+        check_not_mapped(s, key, nbytes, plain);
         close(plain);
     }
     static const uint64_t huge[] = {(uint64_t)1 << 40, (uint64_t)1 << 62, INT64_MAX, UINT64_MAX, UINT64_MAX - 4095};
     for (size_t i = 0; i < 5 && s->traits->forge_key; i++) {
-        key = x.answer.key;
-        s->traits->forge_key(&key, huge[i], 5000);
-        check_not_mapped(s, &key, x.fd);
-        s->traits->forge_key(&key, 0, huge[i]);
-        check_not_mapped(s, &key, x.fd);
-        s->traits->forge_key(&key, 4096, huge[i]);
-        check_not_mapped(s, &key, x.fd);
-        s->traits->forge_key(&key, huge[i], huge[4 - i]);
-        check_not_mapped(s, &key, x.fd);
+        s->traits->forge_key(key, nbytes, huge[i], 5000);
+        check_not_mapped(s, key, nbytes, x.fd);
+        s->traits->forge_key(key, nbytes, 0, huge[i]);
+        check_not_mapped(s, key, nbytes, x.fd);
+        s->traits->forge_key(key, nbytes, 4096, huge[i]);
+        check_not_mapped(s, key, nbytes, x.fd);
+        s->traits->forge_key(key, nbytes, huge[i], huge[4 - i]);
+        check_not_mapped(s, key, nbytes, x.fd);
     }
     map_shared(&x);
     check_beyond(s, &x);
@@ -340,7 +356,7 @@ void check_dead_peer(suite *s) {
     check_shared(s, &(shared *){&x}, 1);
     s->device->ops->unmap(s->device, x.mapping);
     /* Its descriptor keeps what was not mapped, or mapping it fails. */
-    if (tb__device_map(s->device, &unmapped.answer.key, unmapped.fd, &unmapped.mapping) == TB_OK) {
+    if (map_answer(&unmapped, &unmapped.mapping) == TB_OK) {
         check_shared(s, &(shared *){&unmapped}, 1);
         s->device->ops->unmap(s->device, unmapped.mapping);
     }

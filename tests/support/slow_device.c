@@ -223,7 +223,8 @@ void slow_device_free(void *address) {
         deallocate(address);
 }
 
-static tb_status slow_alloc(tb__device *device, size_t nbytes, void **out) {
+static tb_status slow_alloc(tb__device *device, int index, size_t nbytes, void **out) {
+    (void)index;
     TB_TRY(slow_check_call(SLOW_DEVICE_ALLOC));
     if (nbytes > POOL_NBYTES / 4)
         return tb__fail(TB_NO_MEMORY, "%zu bytes are more than the slow device has", nbytes);
@@ -262,7 +263,7 @@ typedef struct slow_mapping {
     size_t npages_bytes;
 } slow_mapping;
 
-static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__memory_key *out, int *fd) {
+static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__memory_key *out) {
     struct stat info;
     (void)device;
     TB_TRY(slow_check_call(SLOW_DEVICE_SHARE));
@@ -275,20 +276,27 @@ static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__me
     if (fstat(slow.fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
     key k = {.inode = info.st_ino, .offset = (uint64_t)((char *)memory->base - slow.seen), .nbytes = memory->nbytes};
-    *out = (tb__memory_key){.nbytes = sizeof k};
-    memcpy(out->bytes, &k, sizeof k);
-    *fd = slow.fd;
-    return TB_OK;
+    int fd = fcntl(slow.fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return tb__fail(TB_IO, "fcntl: %s", strerror(errno));
+    if (!tb__vec_push(&out->fds, fd)) {
+        close(fd);
+        return TB_NO_MEMORY;
+    }
+    tb__pack_raw(&out->bytes, &k, sizeof k);
+    return out->bytes.failed ? TB_NO_MEMORY : TB_OK;
 }
 
-static tb_status slow_map(tb__device *base, const tb__memory_key *given, int fd, tb__mapping **out) {
+static tb_status slow_map(tb__device *base, const tb__memory_key *given, tb__mapping **out) {
     slow_device *device = (slow_device *)base;
     struct stat info;
     key k;
     TB_TRY(slow_check_call(SLOW_DEVICE_MAP));
-    if (given->nbytes != sizeof k)
-        return tb__fail(TB_INVALID, "a memory key of %" PRIu32 " bytes, not %zu", given->nbytes, sizeof k);
-    memcpy(&k, given->bytes, sizeof k);
+    if (given->bytes.count != sizeof k || given->fds.count != 1)
+        return tb__fail(TB_INVALID, "a memory key of %zu bytes and %zu descriptors", given->bytes.count,
+                        given->fds.count);
+    int fd = given->fds.item[0];
+    memcpy(&k, given->bytes.data, sizeof k);
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
     uint64_t size = (uint64_t)info.st_size;
@@ -322,9 +330,7 @@ static void slow_unmap(tb__device *base, tb__mapping *given) {
 
 /* ---- Opening ----------------------------------------------------------------------------------------------------- */
 
-static tb_status slow_open(int index, tb__device **out) {
-    if (index != 0)
-        return tb__fail(TB_REFUSED, "there is one slow device, not one with index %d", index);
+static tb_status slow_open(tb__device **out) {
     TB_TRY(slow_check_call(SLOW_DEVICE_OPEN));
     slow_device *device = tb__calloc(1, sizeof *device);
     if (!device)

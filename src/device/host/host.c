@@ -16,9 +16,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static tb_status host_open(int index, tb__device **out) {
-    if (index != 0)
-        return tb__fail(TB_REFUSED, "there is one host device, of index 0, not %d", index);
+static tb_status host_open(tb__device **out) {
     tb__host_device *device = tb__calloc(1, sizeof *device);
     if (!device)
         return TB_NO_MEMORY;
@@ -53,8 +51,9 @@ static bool host_find(tb__device *device, const void *address, size_t nbytes, tb
     return true;
 }
 
-static tb_status host_alloc(tb__device *device, size_t nbytes, void **out) {
+static tb_status host_alloc(tb__device *device, int index, size_t nbytes, void **out) {
     (void)device;
+    (void)index;
     return tb_alloc(nbytes, out);
 }
 
@@ -70,22 +69,25 @@ typedef struct key {
     uint64_t device, inode, offset, nbytes;
 } key;
 
-static tb_status host_share(tb__device *device, const tb__memory *memory, tb__memory_key *out, int *fd) {
+static tb_status host_share(tb__device *device, const tb__memory *memory, tb__memory_key *out) {
     tb__arena_file file;
     struct stat info;
     (void)device;
     if (!tb__memory_find(memory->base, memory->nbytes, &file))
         return tb__fail(TB_INVALID, "the memory at %p is no longer of tb_alloc", memory->base);
-    if (fstat(file.fd, &info) != 0)
-        return tb__fail(TB_IO, "fstat: %s", tb__errno_text(errno));
+    int fd = fcntl(file.fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
+    if (fstat(fd, &info) != 0 || !tb__vec_push(&out->fds, fd)) {
+        close(fd);
+        return TB_NO_MEMORY;
+    }
     key k = {.device = info.st_dev,
              .inode = info.st_ino,
              .offset = (uint64_t)((char *)memory->base - (char *)file.base),
              .nbytes = memory->nbytes};
-    *out = (tb__memory_key){.nbytes = sizeof k};
-    memcpy(out->bytes, &k, sizeof k);
-    *fd = file.fd;
-    return TB_OK;
+    tb__pack_raw(&out->bytes, &k, sizeof k);
+    return out->bytes.failed ? TB_NO_MEMORY : TB_OK;
 }
 
 static tb_status map_file(int fd, const struct stat *info, tb__host_file **out) {
@@ -107,13 +109,15 @@ static tb_status map_file(int fd, const struct stat *info, tb__host_file **out) 
     return TB_OK;
 }
 
-static tb_status host_map(tb__device *base, const tb__memory_key *given, int fd, tb__mapping **out) {
+static tb_status host_map(tb__device *base, const tb__memory_key *given, tb__mapping **out) {
     tb__host_device *device = (tb__host_device *)base;
     struct stat info;
     key k;
-    if (given->nbytes != sizeof k)
-        return tb__fail(TB_INVALID, "a memory key of %" PRIu32 " bytes, not %zu", given->nbytes, sizeof k);
-    memcpy(&k, given->bytes, sizeof k);
+    if (given->bytes.count != sizeof k || given->fds.count != 1)
+        return tb__fail(TB_INVALID, "a memory key of %zu bytes and %zu descriptors, not %zu and 1", given->bytes.count,
+                        given->fds.count, sizeof k);
+    int fd = given->fds.item[0];
+    memcpy(&k, given->bytes.data, sizeof k);
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", tb__errno_text(errno));
     uint64_t nbytes = (uint64_t)info.st_size;

@@ -7,9 +7,9 @@
 #include <string.h>
 
 /* The last two numbers of a key. */
-static void forge_key(tb__memory_key *key, uint64_t offset, uint64_t nbytes) {
-    memcpy(key->bytes + key->nbytes - 16, &offset, 8);
-    memcpy(key->bytes + key->nbytes - 8, &nbytes, 8);
+static void forge_key(unsigned char *key, size_t key_nbytes, uint64_t offset, uint64_t nbytes) {
+    memcpy(key + key_nbytes - 16, &offset, 8);
+    memcpy(key + key_nbytes - 8, &nbytes, 8);
 }
 
 static void run_suite(int nthreads) {
