@@ -1,0 +1,73 @@
+# The CUDA device: built where nvcc is found. Its kernels are compiled to one file of machine code for several kinds of
+# GPUs (a fatbin), which is embedded in the library; the driver is loaded at run time. So the same library works on
+# machines with and without GPUs.
+#
+# nvcc is searched in the PATH, in the usual folder, and in the packages nvidia-cuda-nvcc of PyPI.
+
+set(TB_CUDA AUTO CACHE STRING "Build the CUDA device: ON, OFF, or AUTO, if nvcc is found")
+set_property(CACHE TB_CUDA PROPERTY STRINGS AUTO ON OFF)
+
+set(cuda_sources "")
+set(cuda_summary "without the CUDA device: TB_CUDA is off")
+if(TB_CUDA)
+    find_package(Python3 QUIET COMPONENTS Interpreter)
+    if(Python3_FOUND AND NOT TB_NVCC)
+        execute_process(
+            COMMAND ${Python3_EXECUTABLE} -c "import site,glob
+for d in site.getsitepackages()+[site.getusersitepackages()]:
+    for f in glob.glob(d+'/nvidia/*/bin'): print(f,end=';')"
+            OUTPUT_VARIABLE nvcc_hints ERROR_QUIET)
+    endif()
+    find_program(TB_NVCC nvcc HINTS ${nvcc_hints} /usr/local/cuda/bin)
+    if(TB_NVCC)
+        file(REAL_PATH ${TB_NVCC} nvcc_path)
+        cmake_path(GET nvcc_path PARENT_PATH nvcc_bin)
+        find_path(TB_CUDA_INCLUDE cuda.h HINTS ${nvcc_bin}/../include ${nvcc_bin}/../targets/x86_64-linux/include)
+    endif()
+    if(TB_NVCC AND TB_CUDA_INCLUDE)
+        set(cuda_sources
+            src/device/cuda/api.c
+            src/device/cuda/cuda.c
+            src/device/cuda/gpu.c
+            src/device/cuda/job.c
+            src/device/cuda/memory.c
+            src/device/cuda/share.c
+        )
+        set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
+    elseif(TB_CUDA STREQUAL "AUTO")
+        set(cuda_summary "without the CUDA device: nvcc and cuda.h were not found")
+    else()
+        message(FATAL_ERROR "TB_CUDA is on, but nvcc and cuda.h were not found")
+    endif()
+endif()
+message(STATUS "tensorbus: ${cuda_summary}")
+
+# The kernels of GPUs that the library knows, and PTX of the last one for those that are newer.
+set(cuda_targets 80 90 100)
+list(TRANSFORM cuda_targets REPLACE ".+" "-gencode=arch=compute_\\0,code=sm_\\0" OUTPUT_VARIABLE cuda_gencode)
+list(APPEND cuda_gencode -gencode=arch=compute_100,code=compute_100)
+
+# tb_cuda_kernels(target): embeds the fatbin in the target's files.
+function(tb_cuda_kernels target)
+    file(GLOB kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/*)
+    set(fatbin ${PROJECT_BINARY_DIR}/cuda/kernels.fatbin)
+    file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
+    # Bits must be those of the host: no fused multiply-add, no approximations.
+    add_custom_command(
+        OUTPUT ${fatbin}
+        COMMAND ${TB_NVCC} -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false -lineinfo
+            --threads 2 ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include
+            -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu
+        DEPENDS ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h
+        COMMENT "Compiling kernels for GPUs")
+    set(embedded ${PROJECT_BINARY_DIR}/cuda/kernels.c)
+    file(CONFIGURE OUTPUT ${embedded} CONTENT [[
+__asm__(".section .rodata\n.balign 64\n.global tb__cuda_fatbin\n.hidden tb__cuda_fatbin\ntb__cuda_fatbin:\n"
+        ".incbin \"@fatbin@\"\n.previous\n");
+typedef int not_empty; /* C allows no file without a declaration */
+]] @ONLY)
+    set_source_files_properties(${embedded} PROPERTIES OBJECT_DEPENDS ${fatbin})
+    target_sources(${target} PRIVATE ${embedded})
+    target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    target_compile_definitions(${target} PRIVATE TB_HAS_CUDA)
+endfunction()
