@@ -53,13 +53,18 @@ function(tb_cuda_kernels target)
     set(fatbin ${PROJECT_BINARY_DIR}/cuda/kernels.fatbin)
     file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
     # Bits must be those of the host: no fused multiply-add, no approximations.
+    set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false -lineinfo --threads 2
+        ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
+    set(inputs ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h)
+    cmake_path(GET PROJECT_BINARY_DIR PARENT_PATH builds) # all presets have their folders there
     add_custom_command(
         OUTPUT ${fatbin}
-        COMMAND ${TB_NVCC} -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false -lineinfo
-            --threads 2 ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include
-            -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu
-        DEPENDS ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h
-        COMMENT "Compiling kernels for GPUs")
+        COMMAND ${CMAKE_COMMAND} -D nvcc=${TB_NVCC} "-D flags=${flags}" "-D inputs=${inputs}"
+            -D source=${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu -D cache=${builds}/kernels
+            -D fatbin=${fatbin} -P ${PROJECT_SOURCE_DIR}/cmake/Fatbin.cmake
+        DEPENDS ${inputs} ${PROJECT_SOURCE_DIR}/cmake/Fatbin.cmake
+        COMMENT "Compiling kernels for GPUs"
+        VERBATIM)
     set(embedded ${PROJECT_BINARY_DIR}/cuda/kernels.c)
     file(CONFIGURE OUTPUT ${embedded} CONTENT [[
 __asm__(".section .rodata\n.balign 64\n.global tb__cuda_fatbin\n.hidden tb__cuda_fatbin\ntb__cuda_fatbin:\n"
