@@ -83,6 +83,7 @@ typedef struct tb_range {
 
 typedef struct tb_op tb_op;
 struct tb_op {
+    size_t size; /* set by the library */
     tb_op_kind kind;
     int32_t peer; /* destination or source */
     uint64_t tag;
