@@ -170,12 +170,6 @@ typedef struct tb_transport_ops {
  * TB_MEM_HOST is not in `memory`. Existing worlds do not use it. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
 
-/* An open transport. */
-typedef struct tb_transport {
-    const tb_transport_ops *ops;
-    void *context;
-} tb_transport;
-
 #ifdef __cplusplus
 }
 #endif
