@@ -118,3 +118,9 @@ void tb__flow_apply(tb__flow *flow) {
     c->end = end_commit_copy;
     tb__flow_start_copy_op(c);
 }
+
+void tb__flow_give_up_apply(tb__flow *flow) {
+    char why[TB__WHY_MAX];
+    tb__flow_give_up_copies(flow, why);
+    tb__flow_tell_owner(flow, TB__SHADOW_APPLIED, TB_TIMEOUT, why);
+}
