@@ -33,6 +33,13 @@ static void open_one_device(rank *r, setup *s, bool is_on_device, tb_commit comm
     check_ok(tb_batch_add(s->batch, s->pair, "w", &w));
 }
 
+static bool is_torn(const setup *s) {
+    uint64_t version;
+    bool torn;
+    check_ok(tb_batch_version(s->batch, s->pair, &version, &torn));
+    return torn;
+}
+
 static void hold_copy(rank *r) {
     setup s;
     tb_transfer *t = NULL;
@@ -56,6 +63,7 @@ static void hold_copy(rank *r) {
             tb_cancel(t);
     }
     tb_transfer_destroy(t);
+    check(is_torn(&s) == (is_held && !is_a(r)));
     tb_batch_destroy(s.batch);
     s.batch = NULL;
     check(tb__now_ms() - began_ms < PATIENCE_MS / 2);
@@ -195,12 +203,41 @@ static void test_a_copy_that_fails(void **state) {
     }
 }
 
+/* A shadow that is copied in part leaves the tensors torn. */
+static void fail_to_apply(rank *r) {
+    setup s;
+    tb_transfer *t = NULL;
+    open_one_device(r, &s, !is_a(r), TB_SHADOW);
+    check_ok(tb_batch_register(s.batch, 0));
+    if (!is_a(r))
+        slow_device_fail_run(1, TB_IO, "the device has failed");
+    meet(r);
+    check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
+    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_IO, "the device has failed");
+    tb_transfer_destroy(t);
+    check(is_torn(&s) == !is_a(r));
+    meet(r);
+    if (is_a(r))
+        part_fill(&s.w, 7);
+    check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    check(part_holds(&s.w, 7) && !is_torn(&s));
+    tb_transfer_destroy(t);
+    tear_down(&s);
+}
+
+static void test_a_shadow_that_can_not_be_applied(void **state) {
+    (void)state;
+    run_ranks(fail_to_apply, 1, 1, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_a_copy_that_fails),
         cmocka_unit_test(test_a_copy_that_never_ends),
         cmocka_unit_test(test_a_shadow_that_is_never_applied),
         cmocka_unit_test(test_use_after_a_copy_that_never_ended),
+        cmocka_unit_test(test_a_shadow_that_can_not_be_applied),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -100,9 +100,16 @@ static void end_apply(tb__flow *flow, tb_status status, const char *why) {
     tb__loop_signal(flow->o.loop); /* tb_world_invalidate may wait for the memory */
 }
 
+static void mark_partly_applied(tb__flow *flow) {
+    if (!flow->o.targets_are_mirrors)
+        tb__flow_mark_torn(flow);
+}
+
 static void end_commit_copy(copy_op *c, tb_status status) {
     if (status == TB_OK)
         call_applying(c->flow, true);
+    else
+        mark_partly_applied(c->flow);
     end_apply(c->flow, status, c->why);
 }
 
@@ -121,6 +128,7 @@ void tb__flow_apply(tb__flow *flow) {
 
 void tb__flow_give_up_apply(tb__flow *flow) {
     char why[TB__WHY_MAX];
+    mark_partly_applied(flow);
     tb__flow_give_up_copies(flow, why);
     tb__flow_tell_owner(flow, TB__SHADOW_APPLIED, TB_TIMEOUT, why);
 }
