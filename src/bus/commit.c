@@ -488,6 +488,7 @@ tb_status tb__commit_resolve(tb__commit_machine *c, int64_t deadline_ms, const t
     set_committing(c, opts);
     c->is_wanted = true;
     (void)tb__commit_step(c);
-    tb__loop_wait(loop, awaits_nothing, c, INT64_MAX);
+    if (!tb__loop_wait(loop, awaits_nothing, c, deadline_ms + STUCK_MS))
+        tb__flow_give_up_apply(flow_of(c));
     return tb__commit_outcome_is_unknown(c) ? fail_not_applied(c) : TB_OK;
 }

@@ -600,7 +600,10 @@ void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]) {
     flow->copies.is_stuck = true;
     snprintf(why, TB__WHY_MAX, "a device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use",
              flow->o.rank, flow->what);
-    tb__flow_break(flow, TB_TIMEOUT, why);
+    if (tb__loop_is_driver(flow->o.loop))
+        tb__flow_break(flow, TB_TIMEOUT, why);
+    else
+        tb__flow_fail_later(flow, TB_TIMEOUT, why);
 }
 
 static bool has_no_copy_ops(void *arg) {

@@ -116,7 +116,9 @@ static void end_commit_copy(copy_op *c, tb_status status) {
 void tb__flow_apply(tb__flow *flow) {
     flow->shadow.is_applying = true;
     call_applying(flow, false);
-    tb_status status = tb__flow_check_memory(flow, false);
+    tb_status status = flow->copies.is_stuck
+                           ? tb__fail(TB_TIMEOUT, "an earlier copy of %s has not finished", flow->what)
+                           : tb__flow_check_memory(flow, false);
     copy_op *c = status == TB_OK ? tb__flow_new_copy_op(flow, false, COPY_COMMIT, 0) : NULL;
     if (!c) {
         end_apply(flow, status == TB_OK ? TB_NO_MEMORY : status, tb_error_detail());
