@@ -162,7 +162,7 @@ typedef struct tb_world_opts {
      * the only one to use: "self", "shm", "ucx". */
     const char *transport;
     int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
-    bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+    bool manual;      /* no thread of ours: the program calls tb_world_progress when tb_world_fd is readable */
     const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
     int64_t plan_bytes; /* the most memory for plans that are kept for batches that are made again; default: 64 MiB. The
                            least recently used plans are dropped first */
@@ -608,7 +608,7 @@ TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size
 /* ---- Agents -------------------------------------------------------------------------------------------------- */
 
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
- * machine, can have the seat, and move tensors for it. What follows is the host program's side. Names, layouts, tensors
+ * machine, can have the seat, and move tensors for it. What follows is the program's side. Names, layouts, tensors
  * and options are those of pairs and batches above. Tensors are in host memory. Those in memory of tb_alloc are used
  * where they are; others are copied through the agent, which has to be allowed to read and write this process's memory.
  *

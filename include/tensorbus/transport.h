@@ -83,6 +83,7 @@ typedef struct tb_range {
 
 typedef struct tb_op tb_op;
 struct tb_op {
+    size_t size; /* set by the library */
     tb_op_kind kind;
     int32_t peer; /* destination or source */
     uint64_t tag;
@@ -168,12 +169,6 @@ typedef struct tb_transport_ops {
  * again is no error; TB_CONFLICT if another transport has the name; TB_INVALID if a required slot is missing, or
  * TB_MEM_HOST is not in `memory`. Existing worlds do not use it. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
-
-/* An open transport. */
-typedef struct tb_transport {
-    const tb_transport_ops *ops;
-    void *context;
-} tb_transport;
 
 #ifdef __cplusplus
 }

@@ -518,7 +518,10 @@ static void finish_copy_op(copy_op *c, tb_status status) {
         }
     }
     if (flow->copies.is_stuck) {
-        tb__leg_end_copy(leg);
+        if (leg->is_ending) { /* else it was given up, or is a later one */
+            tb__leg_end_copy(leg);
+            tb__flow_close_leg(flow, is_send);
+        }
         tb__flow_free_copy_op(c);
         if (--flow->copies.nops == 0 && flow->copies.is_orphan) {
             tb__quarantine_end(flow->copies.quarantine);
@@ -593,8 +596,14 @@ void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send) {
     }
 }
 
-void tb__flow_give_up_copies(tb__flow *flow) {
+void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]) {
     flow->copies.is_stuck = true;
+    snprintf(why, TB__WHY_MAX, "a device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use",
+             flow->o.rank, flow->what);
+    if (tb__loop_is_driver(flow->o.loop))
+        tb__flow_break(flow, TB_TIMEOUT, why);
+    else
+        tb__flow_fail_later(flow, TB_TIMEOUT, why);
 }
 
 static bool has_no_copy_ops(void *arg) {

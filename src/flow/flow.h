@@ -261,6 +261,9 @@ tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
  * was discarded without being aborted. TB__SHADOW_APPLIED reports the result, when the copy is done or before this
  * returns. Releases the lock while it calls `applying`. */
 void tb__flow_apply(tb__flow *flow);
+/* Does not wait any longer for the device that copies the shadow: TB__SHADOW_APPLIED reports TB_TIMEOUT, and the flow
+ * breaks. */
+void tb__flow_give_up_apply(tb__flow *flow);
 /* Ends the prepared receive; the tensors keep what they hold. If it is aborted, all ranks are told that it has failed.
  * Otherwise others may have applied it, and only the senders hear that this rank has not. */
 void tb__flow_discard(tb__flow *flow, bool is_aborted, tb_status status, const char *why);

@@ -214,8 +214,9 @@ copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size
 void tb__flow_start_copy_op(copy_op *c);
 void tb__flow_free_copy_op(copy_op *c); /* one that was not started; NULL is allowed */
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
-/* A device has not finished copies in time: they are not waited for, and the memory that they use is kept. */
-void tb__flow_give_up_copies(tb__flow *flow);
+/* A device has not finished copies in time: they are not waited for, the memory that they use is kept, and the flow
+ * breaks, for the reason that is written to `why`. */
+void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]);
 /* Cancels copies and waits for them. False: a device does not finish; the flow is freed when it does. */
 bool tb__flow_end_copies(tb__flow *flow);
 /* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */

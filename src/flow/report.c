@@ -418,7 +418,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
         for (uint32_t i = 0; i < l->nchildren; i++)
             tb__text_add(t, "%s%" PRId32, i ? "," : ", relayed to ", flow->members[l->children[i]].peer->rank);
     }
-    tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_transport_kind_name(c->transport), c->nbytes, c->id);
+    tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_chunk_mode_name(c->mode), c->nbytes, c->id);
     if (c->part)
         tb__text_add(t, " part %" PRIu32, c->part);
     tb__text_add(t, "\n");

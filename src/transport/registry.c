@@ -125,6 +125,7 @@ void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *w
 }
 
 tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
+    op->size = sizeof *op;
     op->status = TB_OK;
     op->why[0] = '\0';
     op->nbytes = 0;

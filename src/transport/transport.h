@@ -6,6 +6,12 @@
 #include "base/text.h"
 #include "tensorbus/transport.h"
 
+/* An open transport. */
+typedef struct tb_transport {
+    const tb_transport_ops *ops;
+    void *context;
+} tb_transport;
+
 /* All built-in and registered transports, in order of preference; ends with NULL. Registering makes a new table, and
  * old ones stay valid. */
 extern const tb_transport_ops *const *_Atomic tb__transports;
