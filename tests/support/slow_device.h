@@ -3,7 +3,8 @@
  * memory. Runs are done by a thread of the device's own, after random delays, their moves in random order and mixed
  * with those of other runs. Memory that was freed is not used again, and dies even if the device touches it.
  *
- * A device that is closed, a job that is released and memory that is freed too early end the process with a message.
+ * A device that is closed, a job that is released, a mapping that is unmapped and memory that is freed too early end
+ * the process with a message, and so does a run of a job that uses what is unmapped.
  * All functions here may be called from any thread. */
 #ifndef TB_TESTS_SLOW_DEVICE_H
 #define TB_TESTS_SLOW_DEVICE_H
@@ -20,7 +21,17 @@ void *slow_device_bytes(const void *address);
 
 /* Memory of the device, for as long as the process has it, whichever devices are open. Never NULL. */
 void *slow_device_alloc(size_t nbytes);
+/* The same on one of its units, which are any numbers, and so that it can't be shared with other processes. */
+void *slow_device_alloc_on(int unit, bool is_shareable, size_t nbytes);
 void slow_device_free(void *address);
+
+/* Other memory takes the place of this, at the same address, with anything in it. */
+void slow_device_replace(void *address);
+
+/* Memory of other processes that the devices of this one have mapped. */
+size_t slow_device_count_mappings(void);
+/* Memory that the library has allocated on this unit, of all devices that are open in this process. */
+size_t slow_device_count_allocations(int unit);
 
 /* Of random delays and orders. At first delays are up to 300 microseconds, now and then ten times that. */
 void slow_device_set_seed(uint64_t seed);
