@@ -51,6 +51,7 @@ static void reset(void) {
     slow.seen = slow.alias = NULL;
     slow.used = 0;
     forget_allocations();
+    slow_streams_reset();
     mend();
 }
 
@@ -127,7 +128,7 @@ bool slow_strikes(fault *f) {
 }
 
 tb_status slow_check_call(slow_device_call call) {
-    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run", "pin"};
+    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run", "pin", "a stream"};
     slow_lock();
     bool fails = slow_strikes(&slow.calls[call]);
     tb_status status = slow.calls[call].status;
@@ -415,6 +416,7 @@ static tb_status slow_open(tb__device **out) {
     TAILQ_INIT(&device->waiting);
     TAILQ_INIT(&device->begun);
     TAILQ_INIT(&device->ended);
+    TAILQ_INIT(&device->marks);
     device->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (device->wake < 0)
         slow_die("no eventfd");
@@ -431,6 +433,8 @@ static void slow_close(tb__device *base) {
         slow_die("closed while runs are under way");
     if (device->njobs > 0 || device->nmappings > 0 || device->nallocations > 0)
         slow_die("closed before jobs, mappings or memory were given back");
+    if (device->nmarks > 0 || !LIST_EMPTY(&device->gates))
+        slow_die("closed before fences of streams were done, or gates were opened");
     device->is_stopping = true;
     pthread_cond_broadcast(&slow.changed);
     slow_unlock();
@@ -455,6 +459,10 @@ const tb__device_ops slow_device_ops = {
     .pin = slow_pin,
     .unpin = slow_unpin,
     .unit_name = slow_unit_name,
+    .stream_record = slow_stream_record,
+    .stream_wait = slow_stream_wait,
+    .gate_create = slow_gate_create,
+    .gate_open = slow_gate_open,
     .share = slow_share,
     .map = slow_map,
     .unmap = slow_unmap,
