@@ -484,10 +484,12 @@ typedef struct tb_transfer_opts {
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
     bool hold;
-    /* A stream of the device that this rank's tensors are on: points to its handle, which is read during the call.
-     * NULL: none. A send reads the tensors, and a receive writes them, after the work that is on the stream when the
-     * call is made. Host memory is not ordered by streams: there the transfer may use the tensors from the call on, and
-     * the stream is ignored. A tensor on another device that has no streams fails the call (TB_REFUSED). */
+    /* A stream of the device that this rank's tensors are on: points to its handle (of "cuda", a CUstream or
+     * cudaStream_t), which is read during the call, because the handle of the default stream is 0. NULL: none. A send
+     * reads the tensors, and a receive writes them, after the work that is on the stream when the call is made; the
+     * call itself does not wait for that. Host memory is not ordered by streams: there the transfer may use the tensors
+     * from the call on. TB_REFUSED if the stream is being captured, if tensors are on a device that has no streams, or
+     * on two devices that have. */
     const void *stream;
 } tb_transfer_opts;
 
@@ -517,10 +519,15 @@ TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_trans
  * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
 TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
 
-/* Makes a stream (see tb_transfer_opts) wait for an event: what is submitted to it after this call is done after the
- * event. It may return earlier than that, where the tensors' device has streams; `stream` must not be NULL. For host
- * memory the event has come about when it returns: it waits as tb_wait does, until the transfer's own deadline. A
- * transfer that has failed returns its status; the stream is not to be relied upon then. */
+/* Makes a stream (see tb_transfer_opts; not NULL) wait for an event: what is submitted to it after this call is done
+ * after the event. Of TB_ARRIVED this waits only until the device has been given all copies, of other events not at
+ * all. Where the event has come about already, the stream does not wait. For host memory the event has come about when
+ * this returns: it waits as tb_wait does, until the transfer's own deadline. So it does where a batch has tensors, or
+ * scales of tensors, on the host besides others, and for TB_ARRIVED if that is so of tensors that are received there.
+ *
+ * A transfer that has failed returns its status. One that fails later, is cancelled or comes to its deadline lets the
+ * stream go on, when it uses the tensors no more: so look at tb_wait, too, before what the stream did is relied upon.
+ * The transfer must not be destroyed before, which cancels it. */
 TB_API tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream);
 
 /* Lets a transfer with `hold` change the tensors, now or as soon as it is decided. TB_INVALID for any other. */

@@ -342,7 +342,9 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         first = m ? m->peer->label : NULL;
     }
     bool is_copying = i == ntests && (is_send ? &flow->send : &flow->recv)->ncopies > 0;
-    if (is_copying)
+    if (tb__flow_awaits_stream(flow, is_send))
+        snprintf(out, room, "the work that was on this rank's stream before has not finished");
+    else if (is_copying)
         snprintf(out, room, "this rank's own copies have not finished");
     else if (!first)
         snprintf(out, room, "data is still on its way");

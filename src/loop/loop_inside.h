@@ -33,6 +33,7 @@ struct tb__loop {
     tb__device *devices[TB__MAX_DEVICES]; /* the host last */
     size_t ndevices;
     tb__submitted *submitted; /* not done yet */
+    size_t nbegun_waiters;    /* threads to be woken when devices have begun some of it */
     tb__peer *peers;
     size_t nunreported; /* lost peers whose loss the ports have not heard of */
     tb__port *ports;

@@ -29,7 +29,9 @@ static void free_works(slow_stream *s) {
     slow_work *w;
     while ((w = TAILQ_FIRST(&s->queue))) {
         TAILQ_REMOVE(&s->queue, w, link);
-        free(w);
+        w->stream = NULL;
+        if (!w->fence) /* else it is freed when the fence is done */
+            free(w);
     }
 }
 
@@ -94,7 +96,7 @@ slow_stream *slow_stream_create(void) {
 void slow_stream_destroy(slow_stream *s) {
     slow_lock();
     for (const slow_work *w = TAILQ_FIRST(&s->queue); w; w = TAILQ_NEXT(w, link)) {
-        if (!w->is_done || w->fence)
+        if (!w->is_done)
             slow_die("a stream is destroyed whose work is not done");
     }
     LIST_REMOVE(s, link);
@@ -180,10 +182,12 @@ bool slow_complete_marks(slow_device *device) {
     while ((mark = TAILQ_FIRST(&device->marks))) {
         TAILQ_REMOVE(&device->marks, mark, mark_link);
         slow_complete_fence(mark->fence, mark->status,
-                            mark->status == TB_OK          ? ""
-                            : mark->status == TB_CANCELLED ? "it was cancelled"
-                                                           : mark->stream->why);
+                            mark->status == TB_OK || !mark->stream ? ""
+                            : mark->status == TB_CANCELLED         ? "it was cancelled"
+                                                                   : mark->stream->why);
         mark->fence = NULL;
+        if (!mark->stream)
+            free(mark);
         device->nmarks--;
         did = true;
     }
