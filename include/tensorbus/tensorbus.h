@@ -131,9 +131,10 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
 
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
-/* Tensors lie in memory of a *device*, which has a name. This build knows "host", memory that the CPU reads and writes;
- * whatever no other device claims is taken for it. The library finds out where a tensor lies. A program may also say
- * so, in tb_tensor.memory and tb_copy_view.memory: then memory that turns out to be of another device is refused. */
+/* Tensors lie in memory of a *device*, which has a name: "host", memory that the CPU reads and writes; "cuda", that of
+ * GPUs, of which "cuda:1" is one, by its ordinal in this program. Whatever no other device claims is taken for "host".
+ * The library finds out where a tensor lies. A program may also say so, in tb_tensor.memory and tb_copy_view.memory:
+ * then memory that turns out to be elsewhere is refused. */
 
 /* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
  * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes; zero bytes are a pointer,
@@ -396,11 +397,12 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
  * in one of them (a cast that is refused, targets that overlap) by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
-/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
- * comes from whom, by way of whom, and, of what is received, how it is written: *direct* (it is read into its place),
- * *copy* (it came in a bucket), *transform* (it is converted), or *in place* (it is there already), and how it is
- * reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with the reason. Ranks are those of the bus. To
- * be freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor, and on which
+ * device if it is not the host, goes to or comes from whom, by way of whom, and, of what is received, how it is
+ * written: *direct* (it is read into its place), *copy* (it came in a bucket), *transform* (it is converted), or *in
+ * place* (it is there already), and how it is reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with
+ * the reason. Ranks are those of the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer
+ * in that direction, which settles it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it

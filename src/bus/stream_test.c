@@ -6,7 +6,7 @@
 #define COLUMNS "mesh=2 place=Shard(1)"
 
 static const char *device_of(const part *p) {
-    return is_slow_memory(p->data) ? "slow" : "host";
+    return is_slow_memory(p->data) ? "slow:0" : "host";
 }
 
 static void name_devices(rank *r) {
@@ -22,8 +22,12 @@ static void name_devices(rank *r) {
     check_fails(tb_batch_add(other, s.pair, "x", &t), TB_REFUSED, sentence);
     t.memory = "cuda";
     check_fails(tb_batch_add(other, s.pair, "x", &t), TB_REFUSED, "said to be on device 'cuda', but is on");
+    t.memory = "slow:1";
+    check_fails(tb_batch_add(other, s.pair, "x", &t), TB_REFUSED, "said to be on device 'slow:1', but is on");
     t.memory = device_of(&s.w);
     check_ok(tb_batch_add(other, s.pair, "x", &t));
+    t.memory = is_slow_memory(s.w.data) ? "slow" : "host";
+    check_ok(tb_batch_add(other, s.pair, "y", &t));
     t.memory = "cuda"; /* there is nothing that could be elsewhere */
     t.shape[0] = 0;
     t.data = NULL;

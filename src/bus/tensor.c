@@ -34,10 +34,14 @@ static tb_status find_device(tb__added_tensor *t, const tb_tensor *given, const 
     if (nbytes == 0)
         return TB_OK;
     TB_TRY(tb__world_check_memory(world, given->memory, address, nbytes));
-    tb__device *device = tb__loop_find_device(world->loop, address, nbytes);
-    bool is_host = device->ops == &tb__host_device_ops;
-    t->is_on_host |= is_host;
-    t->device = is_host ? t->device : device;
+    tb__memory memory;
+    tb__device *device = tb__loop_find_memory(world->loop, address, nbytes, &memory);
+    if (device->ops == &tb__host_device_ops) {
+        t->is_on_host = true;
+    } else {
+        t->device = device;
+        t->unit = memory.index;
+    }
     return TB_OK;
 }
 

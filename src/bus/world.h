@@ -214,6 +214,7 @@ typedef struct tb__added_tensor {
     bool is_invalidated; /* its memory was */
     bool is_on_host;     /* its data or scales are, at least in part */
     tb__device *device;  /* other than the host that they are on; NULL: none */
+    int unit;            /* of the device */
     tb__mirrored mirrored;
 } tb__added_tensor;
 

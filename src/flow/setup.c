@@ -169,15 +169,16 @@ static tb_status get_regions(tb__flow *flow, bool is_src, tb__region **regions) 
     return TB_OK;
 }
 
-/* Binds all tensors of `left` that are on the device to new memory there, and clears their `left`. */
-static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, bool is_src, bool *left, tb_binding *live_of) {
+/* Binds all tensors of `left` that are on this unit of the device to new memory there, and clears their `left`. */
+static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, int unit, bool is_src, bool *left,
+                                    tb_binding *live_of) {
     size_t at = 0;
     char *memory = NULL;
     for (int pass = 0; pass < 2; pass++) {
         size_t total = at;
         at = 0;
         if (pass == 1) {
-            TB_TRY(device->ops->alloc(device, 0, total, (void **)&memory));
+            TB_TRY(device->ops->alloc(device, unit, total, (void **)&memory));
             if (!tb__vec_push(&flow->setup.duplicates, ((device_memory){device, memory}))) {
                 device->ops->free(device, memory);
                 return TB_NO_MEMORY;
@@ -186,9 +187,11 @@ static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, bool is_
         for (size_t i = 0; i < flow->o.ntensors; i++) {
             tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
+            tb__memory found;
             /* the second pass binds those that the first one has seen: only these have live_of set */
             if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE) ||
-                tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
+                tb__loop_find_memory(flow->o.loop, (pass ? &live_of[i] : b)->base, 1, &found) != device ||
+                found.index != unit)
                 continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 0) {
@@ -211,8 +214,9 @@ tb_status tb__flow_bind_duplicates(tb__flow *flow, bool is_src, const bool *has,
         if (!left[i])
             continue;
         const tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
-        tb__device *device = tb__loop_find_device(flow->o.loop, b->base, 1);
-        status = bind_duplicates_on(flow, device, is_src, left, live_of);
+        tb__memory found;
+        tb__device *device = tb__loop_find_memory(flow->o.loop, b->base, 1, &found);
+        status = bind_duplicates_on(flow, device, found.index, is_src, left, live_of);
     }
     free(left);
     return status;

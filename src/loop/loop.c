@@ -299,6 +299,13 @@ void tb__loop_remove_port(tb__loop *loop, tb__port *port) {
     }
 }
 
+tb__device *tb__loop_find_memory(const tb__loop *loop, const void *address, size_t nbytes, tb__memory *out) {
+    size_t i = 0;
+    while (!loop->devices[i]->ops->find(loop->devices[i], address, nbytes, out))
+        i++; /* the host finds anything */
+    return loop->devices[i];
+}
+
 tb__device *tb__loop_find_device(const tb__loop *loop, const void *address, size_t nbytes) {
     tb__memory memory;
     size_t i = 0;

@@ -146,7 +146,8 @@ const tb__peer *tb__loop_peers(const tb__loop *loop); /* a list, newest first */
  * hear of the loss in the driver's next step. Messages to one peer arrive in order. */
 tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message);
 
-/* The device that owns the memory. */
+/* The device that owns the memory, and what it knows about it. */
+tb__device *tb__loop_find_memory(const tb__loop *loop, const void *address, size_t nbytes, tb__memory *out);
 tb__device *tb__loop_find_device(const tb__loop *loop, const void *address, size_t nbytes);
 /* Whether CPUs and transports can access the memory directly. */
 bool tb__loop_is_host_memory(const tb__loop *loop, const void *address);

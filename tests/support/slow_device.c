@@ -262,6 +262,15 @@ static bool slow_free_on(void *address) {
     return is_ours;
 }
 
+size_t slow_device_allocated(int unit) {
+    size_t nbytes = 0;
+    slow_lock();
+    for (const allocation *a = LIST_FIRST(&slow.allocations); a; a = LIST_NEXT(a, link))
+        nbytes += a->device && a->index == unit ? a->nbytes : 0;
+    slow_unlock();
+    return nbytes;
+}
+
 static const char *slow_unit_name(tb__device *device, int index) {
     static const char *const names[SLOW_DEVICE_NUNITS] = {"slow:0", "slow:1"};
     (void)device;

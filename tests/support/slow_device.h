@@ -25,6 +25,9 @@ enum { SLOW_DEVICE_NUNITS = 2 };
 void *slow_device_alloc(size_t nbytes);
 void slow_device_free(void *address);
 
+/* Bytes of the unit that devices have allocated, and programs have not. */
+size_t slow_device_allocated(int unit);
+
 /* Bytes of host memory that are pinned. */
 size_t slow_device_pinned(void);
 
