@@ -114,9 +114,9 @@ typedef struct tb__device_ops {
     /* The fence is done when the work that is on the stream now is done; `cancel` makes it done soon, whatever becomes
      * of that work. Runs may name it in `after`. */
     tb_status (*stream_record)(tb__device *device, const void *stream, tb__fence *fence);
-    /* Later work on the stream waits until the run of this fence has ended, well or not, also if the run itself still
-     * waits for others. `run` has taken the fence, and `progress` may complete it meanwhile: if it is done, the stream
-     * does not wait. */
+    /* Later work on the stream waits until the run of this fence has ended, well or not. `run` has taken the fence, and
+     * `progress` may complete it meanwhile: if it is done, the stream does not wait. TB_REFUSED: the run itself waits
+     * for fences of other devices. */
     tb_status (*stream_wait)(tb__device *device, const void *stream, const tb__fence *fence);
     /* Later work on the stream waits until the gate is opened, which happens by itself at the deadline (of
      * tb__now_ms). */

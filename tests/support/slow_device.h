@@ -3,7 +3,8 @@
  * memory. Runs are done by a thread of the device's own, after random delays, their moves in random order and mixed
  * with those of other runs. Memory that was freed is not used again, and dies even if the device touches it.
  *
- * A device that is closed, a job that is released and memory that is freed too early end the process with a message.
+ * A device that is closed, a job that is released, a mapping that is unmapped and memory that is freed too early end
+ * the process with a message, and so does a run of a job that uses what is unmapped.
  * All functions here may be called from any thread. */
 #ifndef TB_TESTS_SLOW_DEVICE_H
 #define TB_TESTS_SLOW_DEVICE_H
@@ -18,16 +19,22 @@ void slow_device_install(void);
 /* Where tests can read and write what is in its memory, while no run touches that. */
 void *slow_device_bytes(const void *address);
 
-/* The device has so many units. */
-enum { SLOW_DEVICE_NUNITS = 2 };
+/* The device has so many units: "slow:0" to "slow:7". */
+enum { SLOW_DEVICE_NUNITS = 8 };
 
 /* Memory of unit 0, for as long as the process has it, whichever devices are open. Never NULL. */
 void *slow_device_alloc(size_t nbytes);
+/* The same on any unit, and so that it can't be shared with other processes. */
+void *slow_device_alloc_on(int unit, bool is_shareable, size_t nbytes);
 void slow_device_free(void *address);
 
-/* Bytes of the unit that devices have allocated, and programs have not. */
-size_t slow_device_allocated(int unit);
+/* Other memory takes the place of this, at the same address, with anything in it. */
+void slow_device_replace(void *address);
 
+/* Memory of other processes that the devices of this one have mapped. */
+size_t slow_device_count_mappings(void);
+/* Memory that the library has allocated on this unit, of all devices that are open in this process. */
+size_t slow_device_count_allocations(int unit);
 /* Bytes of host memory that are pinned. */
 size_t slow_device_pinned(void);
 

@@ -61,7 +61,8 @@ typedef struct slow_device {
 typedef struct allocation {
     size_t offset, nbytes;
     uint64_t epoch;
-    int index;           /* of the unit */
+    int unit;
+    bool is_shareable;
     slow_device *device; /* NULL: the program's */
     LIST_ENTRY(allocation) link;
 } allocation;
@@ -71,6 +72,17 @@ typedef struct pinned {
     size_t nbytes;
     LIST_ENTRY(pinned) link;
 } pinned;
+
+/* No address of it is ever seen: the mapping is the device's alone. It is not freed, so that jobs that use it too late
+ * are noticed. */
+typedef struct slow_mapping {
+    tb__mapping base;
+    void *pages;
+    size_t npages_bytes;
+    size_t nruns; /* under way, of jobs that use it */
+    bool is_unmapped;
+    LIST_ENTRY(slow_mapping) link;
+} slow_mapping;
 
 /* Counts down to a fault; negative: there is none. */
 typedef struct fault {
@@ -89,6 +101,7 @@ typedef struct slow_state {
     uint64_t nallocations;
     LIST_HEAD(allocations, allocation) allocations;
     LIST_HEAD(pins, pinned) pins;
+    LIST_HEAD(slow_mappings, slow_mapping) mappings;
     rng random;
     int64_t most_us;
     fault calls[SLOW_DEVICE_NCALLS], run, hold;

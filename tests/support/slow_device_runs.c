@@ -17,6 +17,7 @@ struct tb__job {
     tb__move *moves;
     size_t nmoves;
     size_t nruns; /* not yet complete */
+    TB_VEC(slow_mapping *) mappings;
 };
 
 struct slow_run {
@@ -57,11 +58,14 @@ static tb_status copy_sources(tb__job *job, tb__move *move) {
     if (!src || !stride || !left)
         return TB_NO_MEMORY;
     for (uint32_t k = 0; k < move->nsrc; k++) {
-        const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
+        tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
         src[k] = mapping ? move->src[k] : slow_translate(move->src[k]);
         left[k] = mapping == TB__IN_BUFFER ? TB__IN_BUFFER : NULL;
         if (mapping && mapping != TB__IN_BUFFER)
             TB_TRY(tb__mapping_source(mapping, &slow_device_ops, move, k, &src[k]));
+        if (mapping && mapping != TB__IN_BUFFER && mapping->ops == &slow_device_ops &&
+            !tb__vec_push(&job->mappings, (slow_mapping *)mapping))
+            return TB_NO_MEMORY;
         memcpy(stride[k], move->src_stride[k], sizeof *stride);
     }
     move->src = src;
@@ -98,9 +102,21 @@ static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
 }
 
 static void free_job(tb__job *job) {
-    if (job)
+    if (job) {
         tb__arena_fini(&job->arena);
+        free(job->mappings.item);
+    }
     free(job);
+}
+
+/* With the lock held: runs of the job begin (1) or end (-1). */
+static void count_runs(tb__job *job, int change) {
+    for (size_t i = 0; i < job->mappings.count; i++) {
+        if (job->mappings.item[i]->is_unmapped)
+            slow_die("a job is run that uses unmapped memory");
+        job->mappings.item[i]->nruns += (size_t)change;
+    }
+    job->nruns += (size_t)change;
 }
 
 tb_status slow_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out) {
@@ -312,9 +328,9 @@ static void queue_run(slow_run *run) {
         run->status = slow.run.status;
         memcpy(run->why, slow.run.why, sizeof run->why);
     }
-    slow_unlock();
     if (run->job)
-        run->job->nruns++;
+        count_runs(run->job, 1);
+    slow_unlock();
     run->fence->state = run;
     TAILQ_INSERT_TAIL(&device->waiting, run, link);
 }
@@ -379,9 +395,9 @@ static void complete(slow_run *run, tb_status status, const char *why) {
     slow_lock(); /* another thread may be making a stream wait for it */
     slow_streams_end_run(run);
     slow_complete_fence(run->fence, status, why);
-    slow_unlock();
     if (run->job)
-        run->job->nruns--;
+        count_runs(run->job, -1);
+    slow_unlock();
     free_run(run);
 }
 
