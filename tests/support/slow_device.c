@@ -32,9 +32,14 @@ static void mend(void) {
 
 static void forget_allocations(void) {
     allocation *a;
+    pinned *p;
     while ((a = LIST_FIRST(&slow.allocations))) {
         LIST_REMOVE(a, link);
         free(a);
+    }
+    while ((p = LIST_FIRST(&slow.pins))) {
+        LIST_REMOVE(p, link);
+        free(p);
     }
 }
 
@@ -46,6 +51,7 @@ static void reset(void) {
     slow.seen = slow.alias = NULL;
     slow.used = 0;
     forget_allocations();
+    slow_streams_reset();
     mend();
 }
 
@@ -122,7 +128,7 @@ bool slow_strikes(fault *f) {
 }
 
 tb_status slow_check_call(slow_device_call call) {
-    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run"};
+    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run", "pin", "a stream"};
     slow_lock();
     bool fails = slow_strikes(&slow.calls[call]);
     tb_status status = slow.calls[call].status;
@@ -186,10 +192,16 @@ static allocation *find_allocation(const void *address, size_t nbytes) {
     return NULL;
 }
 
+/* With the lock held. */
+static allocation *find_start(const void *address) {
+    allocation *a = find_allocation(address, 0);
+    return a && slow.seen + a->offset == address ? a : NULL;
+}
+
 static void deallocate(void *address) {
     slow_lock();
-    allocation *a = find_allocation(address, 0);
-    if (!a || slow.seen + a->offset != address)
+    allocation *a = find_start(address);
+    if (!a)
         slow_die("memory is freed that is none of its own, or twice");
     size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (a->nbytes + page - 1) / page * page;
     if (whole && (mprotect(slow.alias + a->offset, whole, PROT_NONE) != 0 ||
@@ -253,12 +265,75 @@ void slow_device_replace(void *address) {
 
 static tb_status slow_alloc(tb__device *device, int index, size_t nbytes, void **out) {
     TB_TRY(slow_check_call(SLOW_DEVICE_ALLOC));
+    if (index < 0 || index >= SLOW_DEVICE_NUNITS)
+        return tb__fail(TB_REFUSED, "there is no slow:%d: the slow device has %d units", index, SLOW_DEVICE_NUNITS);
     if (nbytes > POOL_NBYTES / 4)
         return tb__fail(TB_NO_MEMORY, "%zu bytes are more than the slow device has", nbytes);
     slow_lock();
     *out = allocate(nbytes, index, true, (slow_device *)device);
     slow_unlock();
     return TB_OK;
+}
+
+static tb_status slow_alloc_on(int index, size_t nbytes, void **out) {
+    return slow_alloc(NULL, index < 0 ? 0 : index, nbytes, out);
+}
+
+static bool slow_free_on(void *address) {
+    slow_lock();
+    const allocation *a = find_start(address);
+    bool is_ours = a && !a->device;
+    slow_unlock();
+    if (is_ours)
+        deallocate(address);
+    return is_ours;
+}
+
+static const char *slow_unit_name(tb__device *device, int index) {
+    static const char *const names[SLOW_DEVICE_NUNITS] = {"slow:0", "slow:1", "slow:2", "slow:3",
+                                                          "slow:4", "slow:5", "slow:6", "slow:7"};
+    (void)device;
+    return names[index];
+}
+
+/* ---- Pinned host memory ------------------------------------------------------------------------------------------ */
+
+static tb_status slow_pin(void *address, size_t nbytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    TB_TRY(slow_check_call(SLOW_DEVICE_PIN));
+    pinned *made = calloc(1, sizeof *made);
+    if (!made || (uintptr_t)address % page != 0 || nbytes == 0 || nbytes % page != 0)
+        slow_die("memory is pinned that is not whole pages");
+    *made = (pinned){.address = address, .nbytes = nbytes};
+    slow_lock();
+    for (const pinned *p = LIST_FIRST(&slow.pins); p; p = LIST_NEXT(p, link)) {
+        if ((char *)address < (char *)p->address + p->nbytes && (char *)p->address < (char *)address + nbytes)
+            slow_die("memory is pinned twice");
+    }
+    LIST_INSERT_HEAD(&slow.pins, made, link);
+    slow_unlock();
+    return TB_OK;
+}
+
+static void slow_unpin(void *address) {
+    slow_lock();
+    pinned *p = LIST_FIRST(&slow.pins);
+    while (p && p->address != address)
+        p = LIST_NEXT(p, link);
+    if (!p)
+        slow_die("memory is unpinned that is not pinned");
+    LIST_REMOVE(p, link);
+    free(p);
+    slow_unlock();
+}
+
+size_t slow_device_pinned(void) {
+    size_t nbytes = 0;
+    slow_lock();
+    for (const pinned *p = LIST_FIRST(&slow.pins); p; p = LIST_NEXT(p, link))
+        nbytes += p->nbytes;
+    slow_unlock();
+    return nbytes;
 }
 
 static void slow_free(tb__device *device, void *address) {
@@ -380,6 +455,7 @@ static tb_status slow_open(tb__device **out) {
     TAILQ_INIT(&device->waiting);
     TAILQ_INIT(&device->begun);
     TAILQ_INIT(&device->ended);
+    TAILQ_INIT(&device->marks);
     device->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (device->wake < 0)
         slow_die("no eventfd");
@@ -396,6 +472,8 @@ static void slow_close(tb__device *base) {
         slow_die("closed while runs are under way");
     if (device->njobs > 0 || device->nmappings > 0 || device->nallocations > 0)
         slow_die("closed before jobs, mappings or memory were given back");
+    if (device->nmarks > 0 || !LIST_EMPTY(&device->gates))
+        slow_die("closed before fences of streams were done, or gates were opened");
     device->is_stopping = true;
     pthread_cond_broadcast(&slow.changed);
     slow_unlock();
@@ -415,6 +493,15 @@ const tb__device_ops slow_device_ops = {
     .find = slow_find,
     .alloc = slow_alloc,
     .free = slow_free,
+    .alloc_on = slow_alloc_on,
+    .free_on = slow_free_on,
+    .pin = slow_pin,
+    .unpin = slow_unpin,
+    .unit_name = slow_unit_name,
+    .stream_record = slow_stream_record,
+    .stream_wait = slow_stream_wait,
+    .gate_create = slow_gate_create,
+    .gate_open = slow_gate_open,
     .share = slow_share,
     .map = slow_map,
     .unmap = slow_unmap,
