@@ -142,8 +142,20 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
  * and a forked child has none of its parent's: touching it there is a fault, freeing it does nothing. */
 TB_API tb_status tb_alloc(size_t nbytes, void **out);
 
-/* NULL is allowed; what is no live allocation is logged as an error, and left alone. Memory that a batch uses must
- * first be given up: tb_batch_destroy, or tb_world_invalidate that has returned TB_OK. */
+/* The same on a device, for which no world is needed:
+ *
+ *     "host"            tb_alloc
+ *     "pinned"          tb_alloc in pages of its own, which the driver of a GPU has pinned, so that GPUs read and write
+ *                       them at full speed. Pinning takes about 0.1 s for each GiB
+ *     "cuda", "cuda:1"  memory of a GPU, by its ordinal in this program, or of the one that the calling thread uses;
+ *                       GPUs of other processes of this machine can read it in place
+ *
+ * TB_INVALID, with the devices of this build, for any other; TB_REFUSED, with what is missing, if this machine has no
+ * such device. What the memory holds at first is not said. */
+TB_API tb_status tb_alloc_on(const char *device, size_t nbytes, void **out);
+
+/* Frees memory of either. NULL is allowed; what is no live allocation is logged as an error, and left alone. Memory
+ * that a batch uses must first be given up: tb_batch_destroy, or tb_world_invalidate that has returned TB_OK. */
 TB_API void tb_free(void *ptr);
 
 /* ---- World --------------------------------------------------------------------------------------------------- */

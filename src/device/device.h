@@ -24,7 +24,7 @@
 #include "device/move.h"
 
 typedef struct tb__device tb__device;
-typedef struct tb__job tb__job; /* prepared moves */
+typedef struct tb__job tb__job;   /* prepared moves */
 typedef struct tb__gate tb__gate; /* holds a stream */
 
 enum { TB__FENCE_WHY_MAX = 256 };
@@ -86,6 +86,15 @@ typedef struct tb__device_ops {
     /* Any thread. `index` is that of tb__memory. */
     tb_status (*alloc)(tb__device *device, int index, size_t nbytes, void **out);
     void (*free)(tb__device *device, void *address); /* NULL is allowed */
+    /* (optional; default: TB_REFUSED) Memory for the program, of tb_alloc_on, which needs no open device; `find` of any
+     * open one finds it, and it is shareable. An index of -1 is the unit that the calling thread uses. TB_REFUSED, with
+     * what is missing, if there is no such unit. Any thread. */
+    tb_status (*alloc_on)(int index, size_t nbytes, void **out);
+    bool (*free_on)(void *address); /* (with alloc_on) false: it is not such memory, and nothing happens. Any thread */
+    /* (optional; default: TB_REFUSED) Pins whole pages of host memory, so that all units of the device read and write
+     * them at full speed. Any thread. */
+    tb_status (*pin)(void *address, size_t nbytes);
+    void (*unpin)(void *address); /* (with pin) all that the call with this address has pinned */
     /* (optional; default: the device's name) The name of a unit in messages, such as "cuda:1". Any thread. */
     const char *(*unit_name)(tb__device *device, int index);
 
@@ -135,6 +144,11 @@ struct tb__device {
 extern const tb__device_ops *const *_Atomic tb__devices;
 
 tb_status tb__device_open(const char *name, tb__device **out);
+/* The device and the unit of a name such as "cuda" or "cuda:1"; index -1: none is named. TB_INVALID, with the devices
+ * of this build, for any other. */
+tb_status tb__device_parse(const char *name, const tb__device_ops **ops, int *index);
+/* Frees memory of alloc_on. False: it is of no device. */
+bool tb__devices_free(void *address);
 void tb__device_close(tb__device *device); /* NULL is allowed */
 
 /* Call the slot of that name, or the default above if it is NULL. */

@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -239,10 +240,97 @@ static void test_any_order(void **state) {
     free_bed(&b);
 }
 
+/* Memory of programs, for which no device is open. */
+static void test_alloc_on(void **state) {
+    tb__device *device;
+    tb__memory memory;
+    void *p = NULL, *host[2] = {NULL, NULL};
+    (void)state;
+    for (int i = 0; i < SLOW_DEVICE_NUNITS; i++) {
+        const char *const names[] = {"slow:0", "slow:1"};
+        assert_ok(tb_alloc_on(names[i], 1000, &p));
+        assert_ok(tb__device_open("slow", &device));
+        assert_true(device->ops->find(device, p, 1000, &memory));
+        assert_int_equal(memory.index, i);
+        assert_string_equal(tb__device_unit_name(device, i), names[i]);
+        assert_true(memory.is_shareable);
+        tb_free(p);
+        assert_false(device->ops->find(device, p, 1000, &memory));
+        tb__device_close(device);
+    }
+    assert_ok(tb_alloc_on("slow", 0, &p));
+    tb_free(p);
+    for (int i = 0; i < 2; i++) {
+        assert_ok(tb_alloc_on(i == 0 ? "host" : "host:0", 100, &host[i]));
+        memset(host[i], 1, 100);
+    }
+    tb_free(host[0]);
+    tb_free(host[1]);
+    p = NULL;
+    assert_fails(tb_alloc_on("slow:2", 100, &p), TB_REFUSED, "no slow:2: the slow device has 2 units");
+    assert_fails(tb_alloc_on("host:1", 100, &p), TB_REFUSED, "no host:1");
+    assert_fails(tb_alloc_on("tpu", 100, &p), TB_INVALID, "no device 'tpu'; this build has pinned, slow, host");
+    static const char *const wrong[] = {"",    ":",    "slow:", "slow:x", "slow:-1", "slow:0x1", "slow:9999999",
+                                        "slo", "slow1"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        assert_fails(tb_alloc_on(wrong[i], 100, &p), TB_INVALID, wrong[i]);
+    assert_int_equal(tb_alloc_on(NULL, 100, &p), TB_INVALID);
+    slow_device_fail_call(SLOW_DEVICE_ALLOC, 0, TB_NO_MEMORY);
+    assert_int_equal(tb_alloc_on("slow", 100, &p), TB_NO_MEMORY);
+    assert_null(p);
+}
+
+/* Pinned pages are shareable host memory, belong to one allocation each, and are unpinned before they are freed. */
+static void test_pinned(void **state) {
+    enum { N = 40 };
+    static const size_t sizes[] = {0, 1, 100, 4096, 4097, 100000, (size_t)70 << 20};
+    tb__device *host;
+    tb__memory memory;
+    void *p[N], *plain[N], *none = NULL;
+    size_t nbytes = 0;
+    (void)state;
+    assert_ok(tb__device_open("host", &host));
+    for (int i = 0; i < N; i++) {
+        size_t n = sizes[i % 7];
+        assert_ok(tb_alloc(100, &plain[i])); /* lies between */
+        assert_ok(tb_alloc_on("pinned", n, &p[i]));
+        assert_true(host->ops->find(host, p[i], n, &memory));
+        assert_true(memory.is_shareable);
+        memset(p[i], i, n);
+        nbytes += (n > 0 ? n + 4095 : 4096) / 4096 * 4096;
+        assert_int_equal(slow_device_pinned(), nbytes);
+    }
+    slow_device_fail_call(SLOW_DEVICE_PIN, 0, TB_NO_MEMORY);
+    assert_fails(tb_alloc_on("pinned", 100, &none), TB_NO_MEMORY, "pin");
+    assert_null(none);
+    for (int i = 0; i < N; i++) {
+        size_t n = sizes[i % 7];
+        tb_free(plain[i]);
+        assert_true(n == 0 || ((char *)p[i])[n - 1] == i);
+        tb_free(p[i]);
+        nbytes -= (n > 0 ? n + 4095 : 4096) / 4096 * 4096;
+        assert_int_equal(slow_device_pinned(), nbytes);
+    }
+    tb__device_close(host);
+}
+
+/* In a build that has nothing but the host. */
+static void test_host_only(void **state) {
+    static const tb__device_ops *const devices[] = {&tb__host_device_ops, NULL};
+    void *p = NULL;
+    (void)state;
+    atomic_store(&tb__devices, devices);
+    assert_fails(tb_alloc_on("pinned", 100, &p), TB_REFUSED, "needs the driver of a GPU");
+    assert_fails(tb_alloc_on("slow", 100, &p), TB_INVALID, "no device 'slow'; this build has pinned, host");
+    assert_null(p);
+    slow_device_install();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_conformance), cmocka_unit_test(test_addresses), cmocka_unit_test(test_failed_calls),
         cmocka_unit_test(test_failed_runs), cmocka_unit_test(test_held_run),  cmocka_unit_test(test_any_order),
+        cmocka_unit_test(test_alloc_on),    cmocka_unit_test(test_pinned),    cmocka_unit_test(test_host_only),
     };
     slow_device_install();
     return cmocka_run_group_tests(tests, NULL, NULL);

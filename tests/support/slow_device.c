@@ -32,9 +32,14 @@ static void mend(void) {
 
 static void forget_allocations(void) {
     allocation *a;
+    pinned *p;
     while ((a = LIST_FIRST(&slow.allocations))) {
         LIST_REMOVE(a, link);
         free(a);
+    }
+    while ((p = LIST_FIRST(&slow.pins))) {
+        LIST_REMOVE(p, link);
+        free(p);
     }
 }
 
@@ -122,7 +127,7 @@ bool slow_strikes(fault *f) {
 }
 
 tb_status slow_check_call(slow_device_call call) {
-    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run"};
+    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run", "pin"};
     slow_lock();
     bool fails = slow_strikes(&slow.calls[call]);
     tb_status status = slow.calls[call].status;
@@ -148,14 +153,15 @@ static void make_pool(void) {
 }
 
 /* With the lock held. Pages without access rights lie between allocations. */
-static void *allocate(size_t nbytes, slow_device *device) {
+static void *allocate(size_t nbytes, int index, slow_device *device) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     allocation *a = calloc(1, sizeof *a);
     if (!a)
         slow_die("no memory");
     if (!slow.seen)
         make_pool();
-    *a = (allocation){.offset = slow.used + page, .nbytes = nbytes, .epoch = ++slow.nallocations, .device = device};
+    *a = (allocation){
+        .offset = slow.used + page, .nbytes = nbytes, .epoch = ++slow.nallocations, .index = index, .device = device};
     size_t whole = (nbytes + page - 1) / page * page;
     if (nbytes > POOL_NBYTES || whole + 2 * page > POOL_NBYTES - slow.used)
         slow_die("all addresses are used");
@@ -181,10 +187,16 @@ static allocation *find_allocation(const void *address, size_t nbytes) {
     return NULL;
 }
 
+/* With the lock held. */
+static allocation *find_start(const void *address) {
+    allocation *a = find_allocation(address, 0);
+    return a && slow.seen + a->offset == address ? a : NULL;
+}
+
 static void deallocate(void *address) {
     slow_lock();
-    allocation *a = find_allocation(address, 0);
-    if (!a || slow.seen + a->offset != address)
+    allocation *a = find_start(address);
+    if (!a)
         slow_die("memory is freed that is none of its own, or twice");
     size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (a->nbytes + page - 1) / page * page;
     if (whole && (mprotect(slow.alias + a->offset, whole, PROT_NONE) != 0 ||
@@ -213,7 +225,7 @@ void *slow_device_bytes(const void *address) {
 
 void *slow_device_alloc(size_t nbytes) {
     slow_lock();
-    void *p = allocate(nbytes, NULL);
+    void *p = allocate(nbytes, 0, NULL);
     slow_unlock();
     return p;
 }
@@ -224,14 +236,75 @@ void slow_device_free(void *address) {
 }
 
 static tb_status slow_alloc(tb__device *device, int index, size_t nbytes, void **out) {
-    (void)index;
     TB_TRY(slow_check_call(SLOW_DEVICE_ALLOC));
+    if (index < 0 || index >= SLOW_DEVICE_NUNITS)
+        return tb__fail(TB_REFUSED, "there is no slow:%d: the slow device has %d units", index, SLOW_DEVICE_NUNITS);
     if (nbytes > POOL_NBYTES / 4)
         return tb__fail(TB_NO_MEMORY, "%zu bytes are more than the slow device has", nbytes);
     slow_lock();
-    *out = allocate(nbytes, (slow_device *)device);
+    *out = allocate(nbytes, index, (slow_device *)device);
     slow_unlock();
     return TB_OK;
+}
+
+static tb_status slow_alloc_on(int index, size_t nbytes, void **out) {
+    return slow_alloc(NULL, index < 0 ? 0 : index, nbytes, out);
+}
+
+static bool slow_free_on(void *address) {
+    slow_lock();
+    const allocation *a = find_start(address);
+    bool is_ours = a && !a->device;
+    slow_unlock();
+    if (is_ours)
+        deallocate(address);
+    return is_ours;
+}
+
+static const char *slow_unit_name(tb__device *device, int index) {
+    static const char *const names[SLOW_DEVICE_NUNITS] = {"slow:0", "slow:1"};
+    (void)device;
+    return names[index];
+}
+
+/* ---- Pinned host memory ------------------------------------------------------------------------------------------ */
+
+static tb_status slow_pin(void *address, size_t nbytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    TB_TRY(slow_check_call(SLOW_DEVICE_PIN));
+    pinned *made = calloc(1, sizeof *made);
+    if (!made || (uintptr_t)address % page != 0 || nbytes == 0 || nbytes % page != 0)
+        slow_die("memory is pinned that is not whole pages");
+    *made = (pinned){.address = address, .nbytes = nbytes};
+    slow_lock();
+    for (const pinned *p = LIST_FIRST(&slow.pins); p; p = LIST_NEXT(p, link)) {
+        if ((char *)address < (char *)p->address + p->nbytes && (char *)p->address < (char *)address + nbytes)
+            slow_die("memory is pinned twice");
+    }
+    LIST_INSERT_HEAD(&slow.pins, made, link);
+    slow_unlock();
+    return TB_OK;
+}
+
+static void slow_unpin(void *address) {
+    slow_lock();
+    pinned *p = LIST_FIRST(&slow.pins);
+    while (p && p->address != address)
+        p = LIST_NEXT(p, link);
+    if (!p)
+        slow_die("memory is unpinned that is not pinned");
+    LIST_REMOVE(p, link);
+    free(p);
+    slow_unlock();
+}
+
+size_t slow_device_pinned(void) {
+    size_t nbytes = 0;
+    slow_lock();
+    for (const pinned *p = LIST_FIRST(&slow.pins); p; p = LIST_NEXT(p, link))
+        nbytes += p->nbytes;
+    slow_unlock();
+    return nbytes;
 }
 
 static void slow_free(tb__device *device, void *address) {
@@ -244,8 +317,11 @@ static bool slow_find(tb__device *device, const void *address, size_t nbytes, tb
     slow_lock();
     const allocation *a = find_allocation(address, nbytes);
     if (a)
-        *out =
-            (tb__memory){.base = slow.seen + a->offset, .nbytes = a->nbytes, .epoch = a->epoch, .is_shareable = true};
+        *out = (tb__memory){.base = slow.seen + a->offset,
+                            .nbytes = a->nbytes,
+                            .index = a->index,
+                            .epoch = a->epoch,
+                            .is_shareable = true};
     slow_unlock();
     return a;
 }
@@ -374,6 +450,11 @@ const tb__device_ops slow_device_ops = {
     .find = slow_find,
     .alloc = slow_alloc,
     .free = slow_free,
+    .alloc_on = slow_alloc_on,
+    .free_on = slow_free_on,
+    .pin = slow_pin,
+    .unpin = slow_unpin,
+    .unit_name = slow_unit_name,
     .share = slow_share,
     .map = slow_map,
     .unmap = slow_unmap,

@@ -18,9 +18,15 @@ void slow_device_install(void);
 /* Where tests can read and write what is in its memory, while no run touches that. */
 void *slow_device_bytes(const void *address);
 
-/* Memory of the device, for as long as the process has it, whichever devices are open. Never NULL. */
+/* The device has so many units. */
+enum { SLOW_DEVICE_NUNITS = 2 };
+
+/* Memory of unit 0, for as long as the process has it, whichever devices are open. Never NULL. */
 void *slow_device_alloc(size_t nbytes);
 void slow_device_free(void *address);
+
+/* Bytes of host memory that are pinned. */
+size_t slow_device_pinned(void);
 
 /* Of random delays and orders. At first delays are up to 300 microseconds, now and then ten times that. */
 void slow_device_set_seed(uint64_t seed);
@@ -33,6 +39,7 @@ typedef enum slow_device_call {
     SLOW_DEVICE_MAP,
     SLOW_DEVICE_PREPARE,
     SLOW_DEVICE_RUN, /* and checksum */
+    SLOW_DEVICE_PIN,
     SLOW_DEVICE_NCALLS
 } slow_device_call;
 

@@ -26,9 +26,16 @@ typedef struct slow_device {
 typedef struct allocation {
     size_t offset, nbytes;
     uint64_t epoch;
-    slow_device *device; /* NULL: a test's */
+    int index;           /* of the unit */
+    slow_device *device; /* NULL: the program's */
     LIST_ENTRY(allocation) link;
 } allocation;
+
+typedef struct pinned {
+    void *address;
+    size_t nbytes;
+    LIST_ENTRY(pinned) link;
+} pinned;
 
 /* Counts down to a fault; negative: there is none. */
 typedef struct fault {
@@ -46,6 +53,7 @@ typedef struct slow_state {
     size_t used;
     uint64_t nallocations;
     LIST_HEAD(allocations, allocation) allocations;
+    LIST_HEAD(pins, pinned) pins;
     rng random;
     int64_t most_us;
     fault calls[SLOW_DEVICE_NCALLS], run, hold;
