@@ -8,6 +8,7 @@ set(TB_CUDA AUTO CACHE STRING "Build the CUDA device: ON, OFF, or AUTO, if nvcc 
 set_property(CACHE TB_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(cuda_sources "")
+set(cuda_tools "") # files of the tools that need it
 set(cuda_summary "without the CUDA device: TB_CUDA is off")
 if(TB_CUDA)
     find_package(Python3 QUIET COMPONENTS Interpreter)
@@ -32,6 +33,12 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/job.c
             src/device/cuda/memory.c
             src/device/cuda/share.c
+        )
+        set(cuda_tools
+            src/tools/bench_driver.c
+            src/tools/bench_gpu.c
+            src/tools/bench_gpu_latency.c
+            src/tools/bench_gpu_lines.c
         )
         set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
     elseif(TB_CUDA STREQUAL "AUTO")
@@ -68,6 +75,11 @@ typedef int not_empty; /* C allows no file without a declaration */
 ]] @ONLY)
     set_source_files_properties(${embedded} PROPERTIES OBJECT_DEPENDS ${fatbin})
     target_sources(${target} PRIVATE ${embedded})
+    tb_cuda_headers(${target})
+endfunction()
+
+# tb_cuda_headers(target): its files include those of the CUDA device.
+function(tb_cuda_headers target)
     target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
     target_compile_definitions(${target} PRIVATE TB_HAS_CUDA)
 endfunction()

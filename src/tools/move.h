@@ -278,6 +278,9 @@ typedef struct tool_mover {
     _Atomic int32_t *turn; /* the target whose turn it is to receive: they do so one by one. NULL: all at once */
 } tool_mover;
 
+/* Waits until *turn is `seat`. */
+tb_status tool_take_turn(_Atomic int32_t *turn, int32_t seat, int timeout_ms);
+
 void tool_mover_init(tool_mover *mover, const tool_job *job, int rank);
 tb_status tool_mover_do(tool_mover *mover, tool_step step, tool_slot *slot);
 

@@ -94,12 +94,12 @@ static void note_progress(void *arg, const tb_transfer_state *state) {
     atomic_store(&slot->done, state->bytes_done);
 }
 
-static tb_status wait_for_turn(const tool_mover *mover, int32_t seat) {
+tb_status tool_take_turn(_Atomic int32_t *turn, int32_t seat, int timeout_ms) {
     struct timespec nap = {.tv_nsec = 20000};
-    int64_t deadline = tool_now_ns() + (int64_t)1000000 * mover->job->timeout_ms;
-    while (atomic_load(mover->turn) != seat) {
+    int64_t deadline = tool_now_ns() + (int64_t)1000000 * timeout_ms;
+    while (atomic_load(turn) != seat) {
         if (tool_now_ns() >= deadline)
-            return tb__fail(TB_TIMEOUT, "the turn has not come after %d ms", mover->job->timeout_ms);
+            return tb__fail(TB_TIMEOUT, "the turn has not come after %d ms", timeout_ms);
         nanosleep(&nap, NULL);
     }
     return TB_OK;
@@ -112,7 +112,7 @@ static tb_status begin(tool_mover *mover, tool_end *end, tool_slot *slot) {
     if (end->which == TOOL_SOURCE)
         return tb_send(mover->batch, &opts, &end->transfer);
     if (mover->turn)
-        TB_TRY(wait_for_turn(mover, end->seat));
+        TB_TRY(tool_take_turn(mover->turn, end->seat, mover->job->timeout_ms));
     return tb_recv(mover->batch, &opts, &end->transfer);
 }
 
