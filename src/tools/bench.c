@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 
 #include "base/descriptors.h"
+#include "tools/gpu.h"
 
 #include <fcntl.h>
 #include <glob.h>
@@ -158,8 +159,9 @@ static tb_status run_gpu(bench *b) {
 #ifdef TB_HAS_CUDA
     return bench_gpu_run(b);
 #else
+    tool_gpus none;
     (void)b;
-    return tb__fail(TB_REFUSED, "this build has no CUDA device: " TB_NO_CUDA);
+    return tool_gpus_look(&none);
 #endif
 }
 

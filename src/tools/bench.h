@@ -233,10 +233,6 @@ tb_status bench_gpu_case_run(const bench_gpu_case *c, int64_t size, const tb_bat
 /* Moves 4 KiB from process to process, and copies them, some hundred times: us, medians. */
 tb_status bench_gpu_latency_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
-/* What lines move unless it is said, by the GPU's memory, and the GPU's name. TB_REFUSED, and why, where there is none,
- * or the build can't use one. In a process of its own: this one can fork others that use GPUs. */
-tb_status bench_gpu_choose_size(int64_t *size, char name[64]);
-
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
 typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US, BENCH_GB, BENCH_LAUNCHES } bench_unit;

@@ -11,9 +11,8 @@
 
 enum { TIMEOUT_MS = 60000, FIRST = 0x5a };
 
-/* Functions that the CUDA device has no use for. */
+/* A function that the CUDA device has no use for. */
 typedef CUresult elapsed_fn(float *ms, CUevent start, CUevent end);
-typedef CUresult mem_info_fn(size_t *free_bytes, size_t *total_bytes);
 
 /* One thing that the GPU does, between two events. */
 typedef struct interval {
@@ -26,7 +25,6 @@ static struct {
     tb__cuda_api real;
     tb__gpu *gpu;
     elapsed_fn *elapsed;
-    mem_info_fn *mem_info;
     CUstream stream;
     CUevent base; /* the reset */
     TB_VEC(interval) intervals;
@@ -48,13 +46,11 @@ static tb_status get_gpu(void) {
     watch.real = tb__cuda;
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     void *elapsed = library ? dlsym(library, "cuEventElapsedTime") : NULL;
-    void *mem_info = library ? dlsym(library, "cuMemGetInfo_v2") : NULL;
     memcpy(&watch.elapsed, &elapsed, sizeof elapsed);
-    memcpy(&watch.mem_info, &mem_info, sizeof mem_info);
-    if (elapsed && mem_info)
+    if (elapsed)
         return TB_OK;
     watch.gpu = NULL;
-    return tb__fail(TB_REFUSED, "the driver has no cuEventElapsedTime or cuMemGetInfo");
+    return tb__fail(TB_REFUSED, "the driver has no cuEventElapsedTime");
 }
 
 static tb_status wait_for(CUevent event) {
@@ -339,18 +335,4 @@ tb_status bench_fill(void *memory, size_t nbytes, unsigned char value) {
         status = fill_now((CUdeviceptr)(uintptr_t)memory, value, nbytes, own.stream, own.end);
     tb__gpu_pop();
     return status;
-}
-
-/* ---- The GPU ------------------------------------------------------------------------------------------------- */
-
-tb_status bench_gpu_look(bench_gpu *out) {
-    size_t free_bytes, total_bytes;
-    TB_TRY(get_gpu());
-    TB_TRY(tb__gpu_push(watch.gpu));
-    tb_status status = check(watch.mem_info(&free_bytes, &total_bytes), "cuMemGetInfo");
-    tb__gpu_pop();
-    TB_TRY(status);
-    *out = (bench_gpu){.free_bytes = (int64_t)free_bytes, .total_bytes = (int64_t)total_bytes};
-    memcpy(out->name, watch.gpu->name, sizeof out->name);
-    return TB_OK;
 }

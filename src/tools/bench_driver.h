@@ -46,14 +46,4 @@ tb_status bench_copy_run(const bench_copy *copy, double *seconds);
 /* Fills memory on cuda:0, as the kernel of a program would, and waits until that is done. */
 tb_status bench_fill(void *memory, size_t nbytes, unsigned char value);
 
-/* ---- The GPU (bench_driver.c) -------------------------------------------------------------------------------- */
-
-typedef struct bench_gpu {
-    char name[64];
-    int64_t free_bytes, total_bytes;
-} bench_gpu;
-
-/* cuda:0 */
-tb_status bench_gpu_look(bench_gpu *out);
-
 #endif

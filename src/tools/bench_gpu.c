@@ -4,10 +4,8 @@
  * of the others in it. So the ratio is measured with one target at a time, each of which tells how long the GPU was
  * busy for it; beside it all of them work at once, and the clock counts. */
 #include "tools/bench_driver.h"
-#include "tools/doctor.h"
 
 #include <string.h>
-#include <unistd.h>
 
 enum {
     OFFER = TOOL_NSTEPS, /* more steps: memory for copies, in the first source ... */
@@ -177,33 +175,4 @@ tb_status bench_gpu_case_run(const bench_gpu_case *c, int64_t size, const tb_bat
     tool_unshare(t.shared, sizeof *t.shared);
     tool_job_fini(&t.job);
     return status;
-}
-
-/* ---- The size ------------------------------------------------------------------------------------------------ */
-
-static bool look_at_gpu(const void *arg, int out) {
-    bench_gpu gpu;
-    (void)arg;
-    bool is_there = bench_gpu_look(&gpu) == TB_OK;
-    if (is_there)
-        (void)!write(out, &gpu, sizeof gpu);
-    else
-        (void)!write(out, tb_error_detail(), strlen(tb_error_detail()));
-    return is_there;
-}
-
-/* gpu_replicate needs most: the matrix five times, with the copies' ten times; and each process has a context. */
-tb_status bench_gpu_choose_size(int64_t *size, char name[64]) {
-    enum { TIMES = 12, RESERVE_GIB = 6 };
-    doctor_answer answer;
-    bench_gpu gpu;
-    doctor_probe(look_at_gpu, NULL, &answer);
-    if (!answer.is_ok)
-        return tb__fail(TB_REFUSED, "%s", answer.said[0] ? answer.said : "the GPU can't be used");
-    memcpy(&gpu, answer.said, sizeof gpu);
-    *size = (int64_t)2 << 30;
-    while (*size > (int64_t)64 << 20 && TIMES * *size + ((int64_t)RESERVE_GIB << 30) > gpu.free_bytes)
-        *size /= 2;
-    memcpy(name, gpu.name, sizeof gpu.name);
-    return TB_OK;
 }

@@ -1,5 +1,6 @@
 /* What `tensorbus bench --gpu` measures, line after line. */
 #include "tools/bench.h"
+#include "tools/gpu.h"
 
 #include <string.h>
 
@@ -86,14 +87,23 @@ static tb_status run_peer(bench *b, int i) {
     return bench_publish_failure(b, status, result);
 }
 
+/* gpu_replicate needs most: the matrix five times, and as much for copies; and each process has a context. */
+static int64_t choose_size(int64_t gpu_nbytes) {
+    enum { TIMES = 12, RESERVE_GIB = 6 };
+    int64_t size = (int64_t)2 << 30, room = gpu_nbytes - ((int64_t)RESERVE_GIB << 30);
+    while (size > (int64_t)64 << 20 && TIMES * size > room)
+        size /= 2;
+    return size;
+}
+
 tb_status bench_gpu_run(bench *b) {
-    char name[64];
-    int64_t size;
+    tool_gpus gpus;
     tool_show_line("looking at the GPU");
-    TB_TRY(bench_gpu_choose_size(&size, name));
-    b->size = b->is_size_given ? b->size : size;
+    TB_TRY(tool_gpus_look(&gpus));
+    if (!b->is_size_given)
+        b->size = choose_size((int64_t)gpus.gpu[0].nbytes);
     b->is_size_given = true; /* it goes by the GPU, not by how long a line takes */
-    tool_say("%s; the sources of a line hold %s together", name, tool_size(b->size).text);
+    tool_say("%s; the sources of a line hold %s together", gpus.gpu[0].name, tool_size(b->size).text);
     for (size_t i = 0; i < bench_gpu_ncases; i++)
         TB_TRY(bench_run_other(b, bench_gpu_cases[i].name, &bench_gpu_cases[i], run_case));
     TB_TRY(bench_run_other(b, BENCH_GPU_LAUNCHES, NULL, run_launches));
