@@ -31,7 +31,10 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/gpu.c
             src/device/cuda/job.c
             src/device/cuda/memory.c
+            src/device/cuda/pin.c
             src/device/cuda/share.c
+            src/device/cuda/signal.c
+            src/device/cuda/stream.c
         )
         set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
     elseif(TB_CUDA STREQUAL "AUTO")
