@@ -32,7 +32,10 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/gpu.c
             src/device/cuda/job.c
             src/device/cuda/memory.c
+            src/device/cuda/pin.c
             src/device/cuda/share.c
+            src/device/cuda/signal.c
+            src/device/cuda/stream.c
         )
         set(cuda_tools
             src/tools/bench_driver.c

@@ -110,7 +110,8 @@ typedef struct tb__device_ops {
      * program's own work on the device. `stream` points to a handle. Any thread may call these. */
     /* The fence is done when the work that is on the stream now is done. */
     tb_status (*stream_record)(tb__device *device, const void *stream, tb__fence *fence);
-    /* Later work on the stream waits for the run of this fence, which the device has begun and not completed. */
+    /* Later work on the stream waits for the run of this fence. TB_REFUSED: it waits for others itself, and has not
+     * begun. */
     tb_status (*stream_wait)(tb__device *device, const void *stream, const tb__fence *fence);
     /* Later work on the stream waits until the gate is opened, which happens by itself at the deadline. */
     tb_status (*gate_create)(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);
@@ -165,5 +166,6 @@ tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *o
                              const void **out);
 
 extern const tb__device_ops tb__host_device_ops;
+extern const tb__device_ops tb__cuda_device_ops; /* if the build has it */
 
 #endif
