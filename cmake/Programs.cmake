@@ -60,6 +60,27 @@ function(tb_slow_test name)
     endforeach()
 endfunction()
 
+# tb_pack_test(name target seconds [VARIABLE=VALUE...]): `./dev gpu` packs the test, which runs on a GPU, and may take so
+# long.
+function(tb_pack_test name target seconds)
+    get_target_property(folder ${target} RUNTIME_OUTPUT_DIRECTORY)
+    get_target_property(file ${target} OUTPUT_NAME)
+    file(RELATIVE_PATH program ${PROJECT_BINARY_DIR}/tests ${folder}/${file})
+    string(REPLACE ";" " " line "${name};${seconds};${program};${ARGN}")
+    set_property(GLOBAL APPEND PROPERTY gpu_tests ${line})
+    set_property(GLOBAL APPEND PROPERTY gpu_targets ${target})
+endfunction()
+
+# tb_gpu_programs(): the target that builds all of these, and their list, gpu_tests.
+function(tb_gpu_programs)
+    get_property(tests GLOBAL PROPERTY gpu_tests)
+    get_property(targets GLOBAL PROPERTY gpu_targets)
+    list(REMOVE_DUPLICATES targets)
+    string(REPLACE ";" "\n" tests "${tests}")
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/gpu_tests CONTENT "@tests@\n" @ONLY)
+    add_custom_target(gpu_programs DEPENDS tensorbus ${targets})
+endfunction()
+
 # tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
 # that it starts; exit status 77 is a skip.
 function(tb_etcd_test name)
