@@ -33,7 +33,7 @@ tb_status tb__exchange_agree_modes(tb__exchange *exchange) {
 /* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
 
 /* Tensors that are parts of one storage share its shadow. */
-static tb_status alloc_shadow(const tb__loop *loop, tb__encoded_shadows *shadows, tb__encoded_shadow *s) {
+static tb_status alloc_shadow(tb__loop *loop, tb__encoded_shadows *shadows, tb__encoded_shadow *s) {
     const tb__encoded *live = s->live;
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)live->data);
     size_t probe = 0, i;

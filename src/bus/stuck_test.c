@@ -14,16 +14,20 @@ typedef struct plan {
     bool is_send; /* the sender's tensor is on the device, whose first copy is held; else the receiver's */
 } plan;
 
-static void open_one_device(rank *r, setup *s, bool is_on_device) {
-    part_init(&s->w, WHOLE, r->index, 16, 16);
-    size_t nbytes = s->w.count * sizeof *s->w.data;
-    tensor_free(s->w.data);
-    s->w.data = NULL;
+static void part_make(const rank *r, part *p, int64_t side, bool is_on_device) {
+    part_init(p, WHOLE, r->index, side, side);
+    size_t nbytes = p->count * sizeof *p->data;
+    tensor_free(p->data);
+    p->data = NULL;
     if (is_on_device)
-        s->w.data = slow_device_alloc(nbytes);
+        p->data = slow_device_alloc(nbytes);
     else
-        check_ok(tb_alloc(nbytes, (void **)&s->w.data));
-    part_poison(&s->w);
+        check_ok(tb_alloc(nbytes, (void **)&p->data));
+    part_poison(p);
+}
+
+static void open_one_device(rank *r, setup *s, bool is_on_device) {
+    part_make(r, &s->w, 16, is_on_device);
     check_ok(tb_pair_create(r->world, "p", other_group(r), WHOLE, NULL, &s->pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &s->batch));
     tb_tensor w = part_tensor(&s->w);
@@ -121,8 +125,7 @@ static void fail_copies(rank *r) {
     part v;
     int64_t least_ms = INT64_MAX;
     open_one_device(r, &s, is_a(r) == f->is_send);
-    part_init(&v, WHOLE, r->index, 4, 4);
-    part_poison(&v);
+    part_make(r, &v, 4, is_a(r) == f->is_send);
     tb_tensor second = part_tensor(&v);
     if (f->has_two)
         check_ok(tb_batch_add(s.batch, s.pair, "v", &second));

@@ -25,10 +25,10 @@ tb_status tb__world_check_name(const char *what, const char *name) {
 }
 
 tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes) {
-    if (!device || nbytes == 0)
+    if (nbytes == 0)
         return TB_OK;
-    const char *found = tb__loop_find_device(world->loop, address, nbytes)->ops->name;
-    if (strcmp(found, device) != 0)
+    const char *found = tb__loop_find_device(world->loop, address, nbytes)->ops->name; /* notes that it is used */
+    if (device && strcmp(found, device) != 0)
         return tb__fail(TB_REFUSED, "its memory is said to be on device '%.40s', but is on device '%s'", device, found);
     return TB_OK;
 }

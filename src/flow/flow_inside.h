@@ -209,6 +209,9 @@ void tb__flow_close_leg(tb__flow *flow, bool is_send);
 /* Prepares the jobs of this kind, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
 void tb__flow_release_copies(tb__flow *flow); /* no copy operation is under way */
+/* Whether a copy reads senders' tensors; and releases the jobs of such copies, when none does. */
+bool tb__flow_is_reading(const tb__flow *flow);
+void tb__flow_forget_reads(tb__flow *flow);
 /* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow. */
 copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
 void tb__flow_start_copy_op(copy_op *c);
@@ -283,5 +286,13 @@ void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status statu
 
 /* invalidate.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
+/* Watches for memory that senders revoke. */
+void tb__flow_watch_revocations(tb__flow *flow);
+/* Releases revoked memory of senders, if no copy reads it any more. */
+void tb__flow_release_revoked(tb__flow *flow);
+/* Whether a sender of the lane has revoked memory, so that the lane can't be read. */
+bool tb__lane_is_revoked(const tb__flow *flow, const lane *l);
+/* Fails with TB_INVALID, or TB_LOST, because memory of a tensor on this member was invalidated. */
+tb_status tb__flow_fail_invalidated(const tb__flow *flow, const member *m, uint32_t tensor);
 
 #endif

@@ -375,7 +375,7 @@ static const char *write_back(const tb__flow *flow, const lane *l, const bucket_
 static const char *reach_name(const tb__flow *flow, const lane *l, const tb_chunk *c) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
         const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[i]], c->tensor);
-        if (p && !p->map)
+        if (p && p->memory && !tb__peer_memory_is_mapped(p->memory))
             return "not mapped";
     }
     return "mapped";

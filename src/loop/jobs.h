@@ -16,7 +16,7 @@ typedef struct tb__jobs {
 } tb__jobs;
 
 /* `moves` may be freed after the call; the memory and mappings that they name must stay until the jobs are released. */
-tb_status tb__jobs_prepare(const tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
+tb_status tb__jobs_prepare(tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
 void tb__jobs_release(tb__jobs *jobs); /* no run may be in progress */
 
 /* A run of all jobs, or a checksum. Set `done` and zero the rest before submitting. */

@@ -4,6 +4,7 @@
 #include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "loop/share.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -288,15 +289,23 @@ void tb__loop_remove_port(tb__loop *loop, tb__port *port) {
     }
 }
 
-tb__device *tb__loop_find_device(const tb__loop *loop, const void *address, size_t nbytes) {
-    tb__memory memory;
+tb__device *tb__loop_find_memory(tb__loop *loop, const void *address, size_t nbytes, tb__memory *out) {
     size_t i = 0;
-    while (i + 1 < loop->ndevices && !loop->devices[i]->ops->find(loop->devices[i], address, nbytes, &memory))
+    while (i + 1 < loop->ndevices && !loop->devices[i]->ops->find(loop->devices[i], address, nbytes, out))
         i++;
+    if (i + 1 < loop->ndevices)
+        atomic_store(&loop->is_device_used[i], true);
+    else
+        (void)loop->devices[i]->ops->find(loop->devices[i], address, nbytes, out);
     return loop->devices[i];
 }
 
-bool tb__loop_is_host_memory(const tb__loop *loop, const void *address) {
+tb__device *tb__loop_find_device(tb__loop *loop, const void *address, size_t nbytes) {
+    tb__memory unused;
+    return tb__loop_find_memory(loop, address, nbytes, &unused);
+}
+
+bool tb__loop_is_host_memory(tb__loop *loop, const void *address) {
     return tb__loop_find_device(loop, address, 1)->ops == &tb__host_device_ops;
 }
 
@@ -425,6 +434,13 @@ tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
     return TB_OK;
 }
 
+static bool is_device_busy(const tb__loop *loop, const tb__device *device) {
+    const tb__submitted *unfinished = loop->submitted;
+    while (unfinished && unfinished->device != device)
+        unfinished = unfinished->next;
+    return unfinished != NULL;
+}
+
 void tb__loop_destroy(tb__loop *loop) {
     if (!loop)
         return;
@@ -438,12 +454,10 @@ void tb__loop_destroy(tb__loop *loop) {
     loop->stopping = true; /* losses are not reported any more */
     for (size_t i = 0; i < loop->ntransports; i++)
         tb__transport_close(&loop->transports[i]);
+    tb__shares_free(loop, is_device_busy);
     tb__peers_free(loop);
     for (size_t i = 0; i < loop->ndevices; i++) {
-        const tb__submitted *unfinished = loop->submitted;
-        while (unfinished && unfinished->device != loop->devices[i])
-            unfinished = unfinished->next;
-        if (!unfinished) /* else it is left as it is */
+        if (!is_device_busy(loop, loop->devices[i])) /* else it is left as it is */
             tb__device_close(loop->devices[i]);
     }
     if (loop->timer >= 0)
