@@ -86,3 +86,42 @@ function(tb_cuda_headers target)
     target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
     target_compile_definitions(${target} PRIVATE TB_HAS_CUDA)
 endfunction()
+
+# tb_fake_cuda(): a libcuda.so.1 for tests on machines without a GPU (tests/support/fake_cuda/fake_cuda.h), in
+# tests/fake_cuda of the build folder.
+function(tb_fake_cuda)
+    add_library(fake_cuda SHARED
+        tests/support/fake_cuda/driver.c
+        tests/support/fake_cuda/memory.c
+        tests/support/fake_cuda/stream.c
+        tests/support/fake_cuda_kernels.c
+    )
+    set_target_properties(fake_cuda PROPERTIES
+        OUTPUT_NAME cuda
+        SOVERSION 1
+        LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda
+    )
+    target_include_directories(fake_cuda PRIVATE ${PROJECT_SOURCE_DIR}/tests/support/fake_cuda)
+    target_include_directories(fake_cuda SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    tb_show_internals(fake_cuda)
+    target_link_libraries(fake_cuda PRIVATE tensorbus_static)
+endfunction()
+
+# tb_cuda_test(device/cuda/memory_test [TIMEOUT seconds] [GPUS n] [SOURCES file...]): a test that runs on the fake
+# driver here, and, started by hand, on a real GPU.
+function(tb_cuda_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;GPUS" "SOURCES")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 120)
+    endif()
+    if(NOT arg_GPUS)
+        set(arg_GPUS 1)
+    endif()
+    tb_test(${name} TIMEOUT ${arg_TIMEOUT} SOURCES ${arg_SOURCES})
+    string(REPLACE "/" "_" target ${name})
+    target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    add_dependencies(${target} fake_cuda)
+    set_tests_properties(${name} PROPERTIES
+        ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
+    )
+endfunction()
