@@ -45,7 +45,9 @@ static tb_status get_gpu(void) {
     TB_TRY(tb__gpu_get(0, &watch.gpu));
     watch.real = tb__cuda;
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    void *elapsed = library ? dlsym(library, "cuEventElapsedTime") : NULL;
+    void *elapsed = library ? dlsym(library, "cuEventElapsedTime_v2") : NULL;
+    if (library && !elapsed)
+        elapsed = dlsym(library, "cuEventElapsedTime"); /* before CUDA 12.8 */
     memcpy(&watch.elapsed, &elapsed, sizeof elapsed);
     if (elapsed)
         return TB_OK;
@@ -291,20 +293,20 @@ static tb_status run_copy(const bench_copy *copy, double *seconds) {
 
 static tb_status verify_copy(const bench_copy *copy) {
     double unused;
-    unsigned char *host = tb__malloc(copy->nbytes, 1);
     bench_copy back = *copy;
-    if (!host)
-        return TB_NO_MEMORY;
+    CUdeviceptr host;
+    TB_TRY(pin(copy->nbytes, 0, &host));
     back.src = copy->dst;
-    back.dst = (CUdeviceptr)(uintptr_t)host;
+    back.dst = host;
+    const unsigned char *bytes = (const unsigned char *)(uintptr_t)host;
     tb_status status = run_copy(copy, &unused);
     if (status == TB_OK)
         status = run_copy(&back, &unused);
     for (size_t i = 0; i < copy->nbytes && status == TB_OK; i++) {
-        if (host[i] != FIRST)
+        if (bytes[i] != FIRST)
             status = tb__fail(TB_INTERNAL, "cuMemcpyAsync did not copy byte %zu of %zu", i, copy->nbytes);
     }
-    free(host);
+    watch.real.cuMemFreeHost((void *)(uintptr_t)host);
     return status;
 }
 
