@@ -104,7 +104,8 @@ function(tb_agent_test name)
 endfunction()
 
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
-# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with; exit status 77 is a skip.
+# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with, in $FAKE_CUDA the folder of the fake
+# driver if it has the CUDA device; exit status 77 is a skip.
 function(tb_cli_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
     if(NOT arg_TIMEOUT)
@@ -117,6 +118,9 @@ function(tb_cli_test name)
         "SANITIZED=${TB_SANITIZE}"
         "MPIS=${built_mpis}"
     )
+    if(TARGET fake_cuda)
+        list(APPEND environment "FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda")
+    endif()
     set_tests_properties(cli/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}
         SKIP_RETURN_CODE 77

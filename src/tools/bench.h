@@ -257,7 +257,7 @@ bool bench_is_reached(const bench_result *result); /* true where there is none; 
 /* A row of a table, whose widths are such that more rows of any line can follow; the first comes with the titles. */
 void bench_table_init(tool_table *table, bool with_gpu);
 void bench_add_row(tb__text *out, tool_table *table, const bench_result *result);
-void bench_add_json(tb__text *out, const bench_result *result);
+void bench_add_json(tb__text *out, const bench_result *result, const char *gpu); /* "": none */
 
 /* ---- All of it (bench_lines.c) ------------------------------------------------------------------------------- */
 
@@ -268,6 +268,7 @@ typedef struct bench {
     int64_t size;
     bool is_size_given;
     bool with_peers, with_hosts, with_gpu, is_json;
+    char gpu[64];       /* with_gpu: its name; else "" */
     bool output_failed; /* what is printed can't be written */
     int nfailed;
     tool_table table;

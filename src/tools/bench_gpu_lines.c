@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 #include "tools/gpu.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define MEMCPY "cuMemcpyAsync"
@@ -103,7 +104,7 @@ tb_status bench_gpu_run(bench *b) {
     if (!b->is_size_given)
         b->size = choose_size((int64_t)gpus.gpu[0].nbytes);
     b->is_size_given = true; /* it goes by the GPU, not by how long a line takes */
-    tool_say("%s; the sources of a line hold %s together", gpus.gpu[0].name, tool_size(b->size).text);
+    snprintf(b->gpu, sizeof b->gpu, "%s", gpus.gpu[0].name);
     for (size_t i = 0; i < bench_gpu_ncases; i++)
         TB_TRY(bench_run_other(b, bench_gpu_cases[i].name, &bench_gpu_cases[i], run_case));
     TB_TRY(bench_run_other(b, BENCH_GPU_LAUNCHES, NULL, run_launches));

@@ -27,7 +27,7 @@ tb_status bench_publish(bench *b, bench_result result) {
         return TB_NO_MEMORY;
     }
     if (b->is_json)
-        bench_add_json(&out, &result);
+        bench_add_json(&out, &result, b->gpu);
     else
         bench_add_row(&out, &b->table, &result);
     b->output_failed = tool_print(&out) != TOOL_OK;

@@ -72,11 +72,15 @@ void bench_add_row(tb__text *out, tool_table *table, const bench_result *r) {
     tool_table_flush(table, out);
 }
 
-void bench_add_json(tb__text *out, const bench_result *r) {
+void bench_add_json(tb__text *out, const bench_result *r, const char *gpu) {
     tb__text_add(out, "{\"name\":");
     tb__text_add_json(out, r->name);
     tb__text_add(out, ",\"work\":");
     tb__text_add_json(out, r->work);
+    if (*gpu) {
+        tb__text_add(out, ",\"gpu\":");
+        tb__text_add_json(out, gpu);
+    }
     if (r->reason) {
         tb__text_add(out, ",\"%s\":", r->is_failure ? "failed" : "not_measured");
         tb__text_add_json(out, r->reason);
