@@ -30,6 +30,10 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/cuda.c
             src/device/cuda/gpu.c
             src/device/cuda/job.c
+            src/device/cuda/job_box.c
+            src/device/cuda/job_launch.c
+            src/device/cuda/job_matrix.c
+            src/device/cuda/job_memory.c
             src/device/cuda/memory.c
             src/device/cuda/pin.c
             src/device/cuda/share.c

@@ -103,6 +103,9 @@ const char *tb__cuda_error_name(CUresult result);
 
 enum { TB__MAX_GPUS = 64 };
 
+/* The names of the kernels' functions in the module (job.c). */
+extern const char *const tb__cuda_kernel_names[TB__CUDA_NKERNELS];
+
 /* A GPU in this process: its primary context, and the kernels in it. Process-wide, never freed. */
 typedef struct tb__gpu {
     int ordinal;
@@ -175,6 +178,9 @@ void tb__cuda_gate_open(tb__gate *gate);
 /* tb__job has all descriptors of its moves in memory of the GPU that does them. */
 tb_status tb__cuda_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);
 void tb__cuda_release(tb__device *device, tb__job *job);
+
+/* When `run` is called: TB_INVALID if a part is listed twice. */
+tb_status tb__cuda_check_parts(tb__job *job, const tb__run *run);
 
 /* A run of a job, or a checksum, on one GPU. */
 typedef struct tb__cuda_launch tb__cuda_launch;
