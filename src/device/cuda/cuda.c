@@ -7,12 +7,10 @@
 #include "device/cuda/cuda.h"
 
 #include "base/descriptors.h"
-#include "base/int.h"
 #include "base/mem.h"
 #include "base/process.h"
 
 #include <errno.h>
-#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/queue.h>
@@ -450,40 +448,16 @@ static bool cuda_progress(tb__device *base) {
 
 /* ---- Runs -------------------------------------------------------------------------------------------------------- */
 
-static int compare_parts(const void *a, const void *b) {
-    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-    return (x > y) - (x < y);
-}
-
-/* Parts are mostly given in their order. */
-static tb_status copy_parts(cuda_run *run) {
-    const tb__run *what = &run->what;
-    bool is_sorted = true;
-    run->parts = tb__memdup(what->parts, what->nparts, sizeof *what->parts);
-    if (!run->parts)
-        return TB_NO_MEMORY;
-    for (size_t i = 1; i < what->nparts && is_sorted; i++)
-        is_sorted = run->parts[i - 1] < run->parts[i];
-    if (!is_sorted)
-        qsort(run->parts, what->nparts, sizeof *run->parts, compare_parts);
-    for (size_t i = 1; i < what->nparts && !is_sorted; i++) {
-        if (run->parts[i - 1] == run->parts[i])
-            return tb__fail(TB_INVALID, "part %" PRIu32 " of a job is listed twice in one run", run->parts[i]);
-    }
-    run->what.parts = run->parts;
-    return TB_OK;
-}
-
 static tb_status fill_run(cuda_run *run, const tb__run *what, size_t ngpus) {
     run->what = *what;
     run->on = tb__calloc(ngpus, sizeof *run->on);
     if (!run->on)
         return TB_NO_MEMORY;
-    if (what->parts)
-        TB_TRY(copy_parts(run));
+    run->parts = tb__memdup(what->parts, what->parts ? what->nparts : 0, sizeof *what->parts);
     run->after = tb__memdup(what->after, what->nafter, sizeof *what->after);
-    if (!run->after)
+    if (!run->parts || !run->after)
         return TB_NO_MEMORY;
+    run->what.parts = what->parts ? run->parts : NULL;
     run->what.after = run->after;
     return TB_OK;
 }
@@ -515,11 +489,16 @@ static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
     pthread_mutex_unlock(&device->lock);
 }
 
-static tb_status cuda_run_job(tb__device *device, tb__job *job, const tb__run *what, tb__fence *fence) {
+static tb_status cuda_run_job(tb__device *base, tb__job *job, const tb__run *what, tb__fence *fence) {
+    cuda_device *device = (cuda_device *)base;
     cuda_run *run;
+    pthread_mutex_lock(&device->lock); /* another thread may launch a run of the job */
+    tb_status status = tb__cuda_check_parts(job, what);
+    pthread_mutex_unlock(&device->lock);
+    TB_TRY(status);
     TB_TRY(create_run(fence, what, tb__cuda_job_ngpus(job), &run));
     run->job = job;
-    add_run((cuda_device *)device, run, false);
+    add_run(device, run, false);
     return TB_OK;
 }
 

@@ -96,8 +96,6 @@ void tb__gpu_pop(void) {
 
 /* ---- Setup ------------------------------------------------------------------------------------------------------- */
 
-static const char *const kernel_names[TB__CUDA_NKERNELS] = {TB__CUDA_KERNELS(TB__CUDA_KERNEL_NAME)};
-
 static tb_status describe(tb__gpu *gpu) {
     CUresult result = tb__cuda.cuDeviceGet(&gpu->device, gpu->ordinal);
     if (result == CUDA_SUCCESS)
@@ -116,11 +114,11 @@ static tb_status load_kernels(tb__gpu *gpu) {
     if (result != CUDA_SUCCESS)
         return tb__cuda_fail(result, "loading kernels for %s (%s)", gpu->unit, gpu->name);
     for (int i = 0; i < TB__CUDA_NKERNELS; i++) {
-        result = tb__cuda.cuModuleGetFunction(&gpu->kernels[i], gpu->module, kernel_names[i]);
+        result = tb__cuda.cuModuleGetFunction(&gpu->kernels[i], gpu->module, tb__cuda_kernel_names[i]);
         if (result == CUDA_SUCCESS)
             result = tb__cuda.cuFuncLoad(gpu->kernels[i]);
         if (result != CUDA_SUCCESS)
-            return tb__cuda_fail(result, "loading kernel %s for %s", kernel_names[i], gpu->unit);
+            return tb__cuda_fail(result, "loading kernel %s for %s", tb__cuda_kernel_names[i], gpu->unit);
     }
     return TB_OK;
 }
