@@ -71,7 +71,8 @@ function(tb_pack_test name target seconds)
     set_property(GLOBAL APPEND PROPERTY gpu_targets ${target})
 endfunction()
 
-# tb_gpu_programs(): the target that builds all of these, and their list, gpu_tests.
+# tb_gpu_programs(pattern...): the target that builds all of these, and their list, gpu_tests; and a test that packs them
+# and runs those that match a pattern on the fake driver.
 function(tb_gpu_programs)
     get_property(tests GLOBAL PROPERTY gpu_tests)
     get_property(targets GLOBAL PROPERTY gpu_targets)
@@ -79,6 +80,10 @@ function(tb_gpu_programs)
     string(REPLACE ";" "\n" tests "${tests}")
     file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/gpu_tests CONTENT "@tests@\n" @ONLY)
     add_custom_target(gpu_programs DEPENDS tensorbus ${targets})
+    if(tests AND NOT TB_SANITIZE)
+        add_test(NAME gpu/pack COMMAND sh ${PROJECT_SOURCE_DIR}/tests/gpu/pack_test.sh ${ARGN})
+        set_tests_properties(gpu/pack PROPERTIES TIMEOUT 300 ENVIRONMENT "BUILD=${PROJECT_BINARY_DIR}")
+    endif()
 endfunction()
 
 # tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
