@@ -126,6 +126,7 @@ function(tb_cuda_test name)
     target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
     add_dependencies(${target} fake_cuda)
     set_tests_properties(${name} PROPERTIES
+        SKIP_RETURN_CODE 77
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
     )
 endfunction()

@@ -486,6 +486,19 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDes
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location, CUdeviceptr address) {
+    ENTER(NEEDS_INIT);
+    lock();
+    const piece *p = find_piece(address);
+    uint32_t bit = 1u << location->id;
+    if (p)
+        *flags = p->writers & bit   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                 : p->readers & bit ? CU_MEM_ACCESS_FLAGS_PROT_READ
+                                    : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    unlock();
+    return p ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 /* ---- Host memory ------------------------------------------------------------------------------------------------- */
 
 static pinned_range *find_pinned(uintptr_t address) {
