@@ -33,12 +33,25 @@ static tb_status spoil(const trial *t) {
     return tool_mirror_put(&parts->mirror);
 }
 
+/* What a target has received was read in place, whichever memory the two have. */
+static tb_status check_reach(const trial *t) {
+    char *dump;
+    if (t->mover.end[0].which == TOOL_SOURCE)
+        return TB_OK;
+    TB_TRY(tb_batch_dump(t->mover.batch, false, &dump));
+    tb_status status = strstr(dump, "staged") ? tb__fail(TB_INTERNAL, "%s", dump) : TB_OK;
+    free(dump);
+    return status;
+}
+
 static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
     trial *t = arg;
     if (step == TOOL_ALLOCATE)
         tool_mover_init(&t->mover, &t->job, rank);
     t->mover.turn = t->is_in_turn ? t->turn : NULL;
     TB_TRY(tool_mover_do(&t->mover, (tool_step)step, slot));
+    if (step == TOOL_VERIFY)
+        return check_reach(t);
     return step == TOOL_MOVE && t->is_spoiled ? spoil(t) : TB_OK;
 }
 
