@@ -131,9 +131,10 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
 
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
-/* Tensors lie in memory of a *device*, which has a name. This build knows "host", memory that the CPU reads and writes;
- * whatever no other device claims is taken for it. The library finds out where a tensor lies. A program may also say
- * so, in tb_tensor.memory and tb_copy_view.memory: then memory that turns out to be of another device is refused. */
+/* Tensors lie in memory of a *device*, which has a name: "host", memory that the CPU reads and writes; "cuda", that of
+ * GPUs, of which "cuda:1" is one, by its ordinal in this program. Whatever no other device claims is taken for "host".
+ * The library finds out where a tensor lies. A program may also say so, in tb_tensor.memory and tb_copy_view.memory:
+ * then memory that turns out to be elsewhere is refused. */
 
 /* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
  * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes; zero bytes are a pointer,
@@ -396,11 +397,12 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
  * in one of them (a cast that is refused, targets that overlap) by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
-/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
- * comes from whom, by way of whom, and, of what is received, how it is written: *direct* (it is read into its place),
- * *copy* (it came in a bucket), *transform* (it is converted), or *in place* (it is there already), and how it is
- * reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with the reason. Ranks are those of the bus. To
- * be freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor, and on which
+ * device if it is not the host, goes to or comes from whom, by way of whom, and, of what is received, how it is
+ * written: *direct* (it is read into its place), *copy* (it came in a bucket), *transform* (it is converted), or *in
+ * place* (it is there already), and how it is reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with
+ * the reason. Ranks are those of the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer
+ * in that direction, which settles it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it
@@ -484,10 +486,12 @@ typedef struct tb_transfer_opts {
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
     bool hold;
-    /* A stream of the device that this rank's tensors are on: points to its handle, which is read during the call.
-     * NULL: none. A send reads the tensors, and a receive writes them, after the work that is on the stream when the
-     * call is made. Host memory is not ordered by streams: there the transfer may use the tensors from the call on, and
-     * the stream is ignored. A tensor on another device that has no streams fails the call (TB_REFUSED). */
+    /* A stream of the device that this rank's tensors are on: points to its handle (of "cuda", a CUstream or
+     * cudaStream_t), which is read during the call, because the handle of the default stream is 0. NULL: none. A send
+     * reads the tensors, and a receive writes them, after the work that is on the stream when the call is made; the
+     * call itself does not wait for that. Host memory is not ordered by streams: there the transfer may use the tensors
+     * from the call on. TB_REFUSED if the stream is being captured, if tensors are on a device that has no streams, or
+     * on two devices that have. */
     const void *stream;
 } tb_transfer_opts;
 
@@ -517,10 +521,15 @@ TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_trans
  * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
 TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
 
-/* Makes a stream (see tb_transfer_opts) wait for an event: what is submitted to it after this call is done after the
- * event. It may return earlier than that, where the tensors' device has streams; `stream` must not be NULL. For host
- * memory the event has come about when it returns: it waits as tb_wait does, until the transfer's own deadline. A
- * transfer that has failed returns its status; the stream is not to be relied upon then. */
+/* Makes a stream (see tb_transfer_opts; not NULL) wait for an event: what is submitted to it after this call is done
+ * after the event. Of TB_ARRIVED this waits only until the device has been given all copies, of other events not at
+ * all. Where the event has come about already, the stream does not wait. For host memory the event has come about when
+ * this returns: it waits as tb_wait does, until the transfer's own deadline. So it does where a batch has tensors, or
+ * scales of tensors, on the host besides others, and for TB_ARRIVED if that is so of tensors that are received there.
+ *
+ * A transfer that has failed returns its status. One that fails later, is cancelled or comes to its deadline lets the
+ * stream go on, when it uses the tensors no more: so look at tb_wait, too, before what the stream did is relied upon.
+ * The transfer must not be destroyed before, which cancels it. */
 TB_API tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream);
 
 /* Lets a transfer with `hold` change the tensors, now or as soon as it is decided. TB_INVALID for any other. */

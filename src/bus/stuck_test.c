@@ -146,15 +146,15 @@ static void test_a_copy_that_fails(void **state) {
     for (size_t i = 0; i < sizeof statuses / sizeof *statuses; i++) {
         run_ranks(fail_copies, 1, 1,
                   &(failure){true, statuses[i], false,
-                             "(a 0): the slow device could not copy tensor 'w' of batch 'step': the device has "
+                             "(a 0): the slow:0 device could not copy tensor 'w' of batch 'step': the device has "
                              "failed"});
         run_ranks(fail_copies, 1, 1,
                   &(failure){true, statuses[i], true,
-                             "(a 0): the slow device could not copy a staged bucket of tensors 'v' ... 'w' of batch "
+                             "(a 0): the slow:0 device could not copy a staged bucket of tensors 'v' ... 'w' of batch "
                              "'step': the device has failed"});
         run_ranks(fail_copies, 1, 1,
                   &(failure){false, statuses[i], false,
-                             "(b 0): the slow device could not copy tensor 'w' of batch 'step': the device has "
+                             "(b 0): the slow:0 device could not copy tensor 'w' of batch 'step': the device has "
                              "failed"});
     }
 }

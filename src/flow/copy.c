@@ -439,13 +439,13 @@ static tb_phase phase_of(const copy_op *c) {
 
 static void on_run_done(tb__jobs_run *run);
 
-static bool is_coded(const copy_op *c) {
+bool tb__copy_op_is_coded(const copy_op *c) {
     return (c->kind == COPY_PACK || c->kind == COPY_UNPACK) && tb__flow_first_chunk(c->flow, c->parts[0])->is_coded;
 }
 
 /* Sets `running` to the kind of the next run; COPY_KINDS: none. */
 static tb_status next_run_of(copy_op *c) {
-    if (is_coded(c))
+    if (tb__copy_op_is_coded(c))
         return tb__flow_step_coded(c);
     c->running = COPY_KINDS;
     return TB_OK;
@@ -456,8 +456,15 @@ static void submit_run(copy_op *c) {
     tb__run what = {.parts = is_whole(c->running) ? NULL : c->parts,
                     .nparts = c->nparts,
                     .src_buffer = c->scratch && c->running != COPY_UNPACK ? c->scratch : c->from,
-                    .dst_buffer = fills_scratch ? c->scratch : c->to};
+                    .dst_buffer = fills_scratch ? c->scratch : c->to,
+                    .after = c->after};
     c->run = (tb__jobs_run){.done = on_run_done};
+    tb__stream_point_put(c->point);
+    c->point = tb__stream_point_use(tb__copy_op_point(c));
+    if (c->point) {
+        c->after[0] = &c->point->submitted.fence;
+        what.nafter = 1;
+    }
     if (c->running == COPY_SUM)
         tb__jobs_submit_sum(c->flow->o.loop, c->from, c->nbytes, &c->run);
     else
@@ -563,11 +570,17 @@ copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size
 }
 
 void tb__flow_free_copy_op(copy_op *c) {
-    if (c) {
-        free(c->parts);
-        tb_free(c->scratch);
-    }
-    free(c);
+    if (!c)
+        return;
+    free(c->parts);
+    c->parts = NULL;
+    tb_free(c->scratch);
+    c->scratch = NULL;
+    tb__stream_point_put(c->point);
+    c->point = NULL;
+    c->is_over = true;
+    if (c->nholders == 0)
+        free(c);
 }
 
 void tb__flow_start_copy_op(copy_op *c) {
@@ -578,7 +591,7 @@ void tb__flow_start_copy_op(copy_op *c) {
     c->next = flow->copies.ops;
     flow->copies.ops = c;
     tb__leg_begin_copy(leg, phase_of(c));
-    tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
+    tb_status status = tb__copy_op_is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
     if (!run_next(c, &status))
         finish_copy_op(c, status);
 }

@@ -51,6 +51,8 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
 static _Atomic(tb__flow *) kept_flows;
 
 bool tb__flow_free(tb__flow *flow) {
+    tb__flow_set_stream_point(flow, true, NULL);
+    tb__flow_set_stream_point(flow, false, NULL);
     tb__loop_unwatch_revocations(&flow->direct.watch);
     tb__flow_release_copies(flow);
     tb__staged_fini(flow);

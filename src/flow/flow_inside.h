@@ -92,6 +92,10 @@ struct copy_op {
     staged_bucket *staged_bucket; /* for `end` */
     bucket_message *message;      /* likewise, of a checksum */
     size_t nbytes;
+    tb__stream_point *point; /* that a run waits for; NULL: none */
+    tb__fence *after[1];     /* its fence */
+    size_t nholders;         /* of its fences; it is freed when there are none */
+    bool is_over;            /* the flow does not know it any more */
     copy_op *next;
 };
 
@@ -127,14 +131,15 @@ struct flow_groups {
     char *slots;              /* memory to gather in */
 };
 
-/* Only copy.c writes it. */
+/* Only copy.c writes it, but for what it says. */
 struct flow_copies {
     prepared prepared[COPY_KINDS];
-    copy_op *ops;               /* under way, a list */
-    size_t nops;                /* including those whose `end` is running */
-    bool is_stuck;              /* a device has not finished copies in time: the memory that they use is kept */
-    bool is_orphan;             /* the flow is freed when the last copy is done ... */
-    tb__quarantine *quarantine; /* ... and until then its tensors are in use */
+    copy_op *ops;                /* under way, a list */
+    size_t nops;                 /* including those whose `end` is running */
+    bool is_stuck;               /* a device has not finished copies in time: the memory that they use is kept */
+    bool is_orphan;              /* the flow is freed when the last copy is done ... */
+    tb__quarantine *quarantine;  /* ... and until then its tensors are in use */
+    tb__stream_point *points[2]; /* by leg (is_send): tensors are read and written after it; NULL: at once (stream.c) */
 };
 
 /* What is not in a struct of its own is written by flow.c only, except that setup.c binds `tensors` to snapshots and
@@ -221,6 +226,7 @@ void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
 void tb__flow_give_up_copies(tb__flow *flow);
 /* Cancels copies and waits for them. False: a device does not finish; the flow is freed when it does. */
 bool tb__flow_end_copies(tb__flow *flow);
+bool tb__copy_op_is_coded(const copy_op *c);
 /* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
 tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
 int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
@@ -233,6 +239,14 @@ char *tb__binding_at(const tb_binding *binding, const int64_t *index);
 int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer);
 /* The index at which the n-th run of a box begins, for a box at `start`. */
 void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
+
+/* stream.c */
+/* The point that the operation's next run waits for; NULL: none. */
+tb__stream_point *tb__copy_op_point(const copy_op *c);
+/* Whether the leg waits for the work that was on the program's stream when it began. */
+bool tb__flow_awaits_stream(const tb__flow *flow, bool is_send);
+/* Fails if that work has failed. */
+tb_status tb__flow_check_stream(const tb__flow *flow, bool is_send);
 
 /* coded.c */
 /* Allocates scratch memory for a bucket whose chunks need it, and sets `running` to the first kind. */

@@ -112,6 +112,15 @@ void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__j
     tb__loop_submit(loop, &run->item[0].submitted);
 }
 
+bool tb__jobs_are_begun_on(const tb__jobs_run *run, const tb__device *device) {
+    for (size_t i = 0; i < TB__JOBS_MAX; i++) {
+        const tb__submitted *it = &run->item[i].submitted;
+        if (run->item[i].run && (!it->is_begun || it->device != device))
+            return false;
+    }
+    return true;
+}
+
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run) {
     for (size_t i = 0; i < TB__JOBS_MAX; i++) {
         if (run->item[i].run)

@@ -43,6 +43,9 @@ static inline uint64_t tb__jobs_sum(const tb__jobs_run *run) {
     return run->item[0].submitted.sum;
 }
 
+/* Whether all jobs that are not done have begun on this device. */
+bool tb__jobs_are_begun_on(const tb__jobs_run *run, const tb__device *device);
+
 /* `done` follows soon, with TB_CANCELLED or not. */
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run);
 

@@ -5,6 +5,7 @@
 #include "base/log.h"
 #include "base/mem.h"
 #include "loop/share.h"
+#include "loop/stream.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -97,18 +98,21 @@ static tb_status begin_work(tb__submitted *it) {
 
 /* Gives devices what was submitted, and tells them what was cancelled. */
 static void begin_submitted(tb__loop *loop) {
+    bool has_begun = false;
     for (tb__submitted *it = loop->submitted; it; it = it->next) {
         if (it->is_begun && it->is_cancelled && !it->fence.is_done)
             it->device->ops->cancel(it->device, &it->fence);
         if (it->is_begun)
             continue;
-        it->is_begun = true;
+        it->is_begun = has_begun = true;
         tb_status status = begin_work(it);
         if (status == TB_OK)
             continue;
         it->fence = (tb__fence){.is_done = true, .status = status};
         snprintf(it->fence.why, sizeof it->fence.why, "%s", tb_error_detail());
     }
+    if (has_begun && loop->nbegun_waiters > 0)
+        pthread_cond_broadcast(&loop->changed);
 }
 
 /* The lock is released while devices work. `done` functions may submit more. A device may have something to do without
@@ -233,6 +237,13 @@ bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_
     return true;
 }
 
+bool tb__loop_wait_begun(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
+    loop->nbegun_waiters++;
+    bool result = tb__loop_wait(loop, is_true, arg, deadline_ms);
+    loop->nbegun_waiters--;
+    return result;
+}
+
 void tb__loop_progress(tb__loop *loop) {
     pthread_mutex_lock(&loop->lock);
     if (!loop->is_driven && !loop->has_thread) {
@@ -309,15 +320,25 @@ bool tb__loop_is_host_memory(tb__loop *loop, const void *address) {
     return tb__loop_find_device(loop, address, 1)->ops == &tb__host_device_ops;
 }
 
-void tb__loop_submit(tb__loop *loop, tb__submitted *submitted) {
-    submitted->fence = (tb__fence){0};
-    submitted->is_begun = submitted->is_cancelled = false;
+static void append_submitted(tb__loop *loop, tb__submitted *submitted) {
+    submitted->is_cancelled = false;
     submitted->next = NULL;
     tb__submitted **last = &loop->submitted;
     while (*last)
         last = &(*last)->next;
     *last = submitted;
     tb__loop_wake(loop);
+}
+
+void tb__loop_submit(tb__loop *loop, tb__submitted *submitted) {
+    submitted->fence = (tb__fence){0};
+    submitted->is_begun = false;
+    append_submitted(loop, submitted);
+}
+
+void tb__loop_follow(tb__loop *loop, tb__submitted *submitted) {
+    submitted->is_begun = true;
+    append_submitted(loop, submitted);
 }
 
 void tb__loop_cancel(tb__loop *loop, tb__submitted *submitted) {
@@ -452,6 +473,7 @@ void tb__loop_destroy(tb__loop *loop) {
         pthread_join(loop->thread, NULL);
     }
     loop->stopping = true; /* losses are not reported any more */
+    tb__stream_points_drain(loop);
     for (size_t i = 0; i < loop->ntransports; i++)
         tb__transport_close(&loop->transports[i]);
     tb__shares_free(loop, is_device_busy);

@@ -154,6 +154,8 @@ tb__device *tb__loop_find_memory(tb__loop *loop, const void *address, size_t nby
 /* Whether CPUs and transports can access the memory directly. */
 bool tb__loop_is_host_memory(tb__loop *loop, const void *address);
 void tb__loop_submit(tb__loop *loop, tb__submitted *submitted);
+/* The same for work that the device has begun. */
+void tb__loop_follow(tb__loop *loop, tb__submitted *submitted);
 /* `done` follows soon, with TB_CANCELLED or not. */
 void tb__loop_cancel(tb__loop *loop, tb__submitted *submitted);
 
@@ -168,6 +170,9 @@ void tb__loop_signal(tb__loop *loop);
 
 /* Waits until `is_true`; false at the deadline. Drives the loop if no other thread does. */
 bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
+
+/* The same for a condition that is about submitted work which devices have begun. */
+bool tb__loop_wait_begun(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
 
 /* Sets how long the driver polls before it sleeps. */
 void tb__loop_set_spin(tb__loop *loop, int microseconds);

@@ -34,6 +34,7 @@ struct tb__loop {
     _Atomic bool is_device_used[TB__MAX_DEVICES]; /* memory of it was found */
     size_t ndevices;
     tb__submitted *submitted; /* not done yet */
+    size_t nbegun_waiters;    /* threads to be woken when devices have begun some of it */
     tb__peer *peers;
     size_t nunreported; /* lost peers whose loss the ports have not heard of */
     tb__port *ports;
