@@ -279,6 +279,7 @@ static tb_status add_transpose(tb__job *job, uint32_t gpu, const nest *n, int64_
             tiles1 = (n->len[along] + side - 1) / side, outer = 1;
     for (int i = 2; i < n->ndim; i++)
         outer *= n->len[order[i]];
+    box->run = unit;
     box->per_row = tb__cuda_divide_by((uint32_t)tiles0);
     box->across = tb__cuda_divide_by((uint32_t)tiles1);
     box->nslots = (uint32_t)(tiles0 * tiles1 * outer);
