@@ -130,3 +130,14 @@ function(tb_cuda_test name)
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
     )
 endfunction()
+
+# tb_cuda_tensors(target): a test can have its tensors on a GPU (tests/support/tensor_memory.h).
+function(tb_cuda_tensors target)
+    target_sources(${target} PRIVATE tests/support/cuda_tensors.c)
+    target_compile_definitions(${target} PRIVATE TB_TEST_CUDA)
+    target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    foreach(function IN ITEMS tb_send tb_recv tb_wait tb_wait_group tb_proceed tb_transfer_query tb_copy_run)
+        target_link_options(${target} PRIVATE LINKER:--wrap=${function})
+    endforeach()
+    add_dependencies(${target} fake_cuda)
+endfunction()

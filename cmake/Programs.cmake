@@ -39,7 +39,7 @@ function(tb_test name)
 endfunction()
 
 # tb_slow_test(bus/cancel_test [TIMEOUT seconds] [SOURCES file...]): that test again, with tensors on the
-# slow device, and with some of them there.
+# slow device, with some of them there, and on a GPU, for which the fake driver stands in.
 function(tb_slow_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES")
     if(NOT arg_TIMEOUT)
@@ -51,10 +51,16 @@ function(tb_slow_test name)
     target_compile_definitions(${target} PRIVATE TB_SLOW_DEVICE)
     target_link_libraries(${target} PRIVATE PkgConfig::cmocka)
     tb_show_internals(${target})
-    foreach(device IN ITEMS slow mixed)
+    set(devices slow mixed)
+    if(cuda_sources)
+        tb_cuda_tensors(${target})
+        list(APPEND devices cuda)
+    endif()
+    foreach(device IN LISTS devices)
         add_test(NAME ${name}_${device} COMMAND ${target})
         set_tests_properties(${name}_${device} PROPERTIES
-            TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "TB_TEST_DEVICE=${device}"
+            TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77
+            ENVIRONMENT "TB_TEST_DEVICE=${device};LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda"
         )
     endforeach()
 endfunction()
