@@ -8,6 +8,7 @@ set(TB_CUDA AUTO CACHE STRING "Build the CUDA device: ON, OFF, or AUTO, if nvcc 
 set_property(CACHE TB_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(cuda_sources "")
+set(cuda_tools "") # files of the tools that need it
 set(cuda_summary "without the CUDA device: TB_CUDA is off")
 if(TB_CUDA)
     find_package(Python3 QUIET COMPONENTS Interpreter)
@@ -30,8 +31,21 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/cuda.c
             src/device/cuda/gpu.c
             src/device/cuda/job.c
+            src/device/cuda/job_box.c
+            src/device/cuda/job_launch.c
+            src/device/cuda/job_matrix.c
+            src/device/cuda/job_memory.c
             src/device/cuda/memory.c
+            src/device/cuda/pin.c
             src/device/cuda/share.c
+            src/device/cuda/signal.c
+            src/device/cuda/stream.c
+        )
+        set(cuda_tools
+            src/tools/bench_driver.c
+            src/tools/bench_gpu.c
+            src/tools/bench_gpu_latency.c
+            src/tools/bench_gpu_lines.c
         )
         set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
     elseif(TB_CUDA STREQUAL "AUTO")
@@ -73,6 +87,62 @@ typedef int not_empty; /* C allows no file without a declaration */
 ]] @ONLY)
     set_source_files_properties(${embedded} PROPERTIES OBJECT_DEPENDS ${fatbin})
     target_sources(${target} PRIVATE ${embedded})
+    tb_cuda_headers(${target})
+endfunction()
+
+# tb_cuda_headers(target): its files include those of the CUDA device.
+function(tb_cuda_headers target)
     target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
     target_compile_definitions(${target} PRIVATE TB_HAS_CUDA)
+endfunction()
+
+# tb_fake_cuda(): a libcuda.so.1 for tests on machines without a GPU (tests/support/fake_cuda/fake_cuda.h), in
+# tests/fake_cuda of the build folder.
+function(tb_fake_cuda)
+    add_library(fake_cuda SHARED
+        tests/support/fake_cuda/driver.c
+        tests/support/fake_cuda/memory.c
+        tests/support/fake_cuda/stream.c
+        tests/support/fake_cuda_kernels.c
+    )
+    set_target_properties(fake_cuda PROPERTIES
+        OUTPUT_NAME cuda
+        SOVERSION 1
+        LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda
+    )
+    target_include_directories(fake_cuda PRIVATE ${PROJECT_SOURCE_DIR}/tests/support/fake_cuda)
+    target_include_directories(fake_cuda SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    tb_show_internals(fake_cuda)
+    target_link_libraries(fake_cuda PRIVATE tensorbus_static)
+endfunction()
+
+# tb_cuda_test(device/cuda/memory_test [TIMEOUT seconds] [GPUS n] [SOURCES file...]): a test that runs on the fake
+# driver here, and, started by hand, on a real GPU.
+function(tb_cuda_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;GPUS" "SOURCES")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 120)
+    endif()
+    if(NOT arg_GPUS)
+        set(arg_GPUS 1)
+    endif()
+    tb_test(${name} TIMEOUT ${arg_TIMEOUT} SOURCES ${arg_SOURCES})
+    string(REPLACE "/" "_" target ${name})
+    target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    add_dependencies(${target} fake_cuda)
+    set_tests_properties(${name} PROPERTIES
+        SKIP_RETURN_CODE 77
+        ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
+    )
+endfunction()
+
+# tb_cuda_tensors(target): a test can have its tensors on a GPU (tests/support/tensor_memory.h).
+function(tb_cuda_tensors target)
+    target_sources(${target} PRIVATE tests/support/cuda_tensors.c)
+    target_compile_definitions(${target} PRIVATE TB_TEST_CUDA)
+    target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    foreach(function IN ITEMS tb_send tb_recv tb_wait tb_wait_group tb_proceed tb_transfer_query tb_copy_run)
+        target_link_options(${target} PRIVATE LINKER:--wrap=${function})
+    endforeach()
+    add_dependencies(${target} fake_cuda)
 endfunction()

@@ -39,7 +39,7 @@ function(tb_test name)
 endfunction()
 
 # tb_slow_test(bus/cancel_test [TIMEOUT seconds] [SOURCES file...]): that test again, with tensors on the
-# slow device, and with some of them there.
+# slow device, with some of them there, and on a GPU, for which the fake driver stands in.
 function(tb_slow_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES")
     if(NOT arg_TIMEOUT)
@@ -51,12 +51,44 @@ function(tb_slow_test name)
     target_compile_definitions(${target} PRIVATE TB_SLOW_DEVICE)
     target_link_libraries(${target} PRIVATE PkgConfig::cmocka)
     tb_show_internals(${target})
-    foreach(device IN ITEMS slow mixed)
+    set(devices slow mixed)
+    if(cuda_sources)
+        tb_cuda_tensors(${target})
+        list(APPEND devices cuda)
+    endif()
+    foreach(device IN LISTS devices)
         add_test(NAME ${name}_${device} COMMAND ${target})
         set_tests_properties(${name}_${device} PROPERTIES
-            TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "TB_TEST_DEVICE=${device}"
+            TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77
+            ENVIRONMENT "TB_TEST_DEVICE=${device};LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda"
         )
     endforeach()
+endfunction()
+
+# tb_pack_test(name target seconds [VARIABLE=VALUE...]): `./dev gpu` packs the test, which runs on a GPU, and may take so
+# long.
+function(tb_pack_test name target seconds)
+    get_target_property(folder ${target} RUNTIME_OUTPUT_DIRECTORY)
+    get_target_property(file ${target} OUTPUT_NAME)
+    file(RELATIVE_PATH program ${PROJECT_BINARY_DIR}/tests ${folder}/${file})
+    string(REPLACE ";" " " line "${name};${seconds};${program};${ARGN}")
+    set_property(GLOBAL APPEND PROPERTY gpu_tests ${line})
+    set_property(GLOBAL APPEND PROPERTY gpu_targets ${target})
+endfunction()
+
+# tb_gpu_programs(pattern...): the target that builds all of these, and their list, gpu_tests; and a test that packs them
+# and runs those that match a pattern on the fake driver.
+function(tb_gpu_programs)
+    get_property(tests GLOBAL PROPERTY gpu_tests)
+    get_property(targets GLOBAL PROPERTY gpu_targets)
+    list(REMOVE_DUPLICATES targets)
+    string(REPLACE ";" "\n" tests "${tests}")
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/gpu_tests CONTENT "@tests@\n" @ONLY)
+    add_custom_target(gpu_programs DEPENDS tensorbus ${targets})
+    if(tests AND NOT TB_SANITIZE)
+        add_test(NAME gpu/pack COMMAND sh ${PROJECT_SOURCE_DIR}/tests/gpu/pack_test.sh ${ARGN})
+        set_tests_properties(gpu/pack PROPERTIES TIMEOUT 300 ENVIRONMENT "BUILD=${PROJECT_BINARY_DIR}")
+    endif()
 endfunction()
 
 # tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
@@ -82,7 +114,8 @@ function(tb_agent_test name)
 endfunction()
 
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
-# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with; exit status 77 is a skip.
+# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with, in $FAKE_CUDA the folder of the fake
+# driver if it has the CUDA device; exit status 77 is a skip.
 function(tb_cli_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
     if(NOT arg_TIMEOUT)
@@ -95,6 +128,9 @@ function(tb_cli_test name)
         "SANITIZED=${TB_SANITIZE}"
         "MPIS=${built_mpis}"
     )
+    if(TARGET fake_cuda)
+        list(APPEND environment "FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda")
+    endif()
     set_tests_properties(cli/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}
         SKIP_RETURN_CODE 77

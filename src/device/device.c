@@ -10,7 +10,11 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tb__device_ops *const built_in[] = {&tb__host_device_ops, NULL};
+static const tb__device_ops *const built_in[] = {
+#ifdef TB_HAS_CUDA
+    &tb__cuda_device_ops,
+#endif
+    &tb__host_device_ops, NULL};
 
 const tb__device_ops *const *_Atomic tb__devices = built_in;
 

@@ -172,5 +172,6 @@ tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *o
                              const void **out);
 
 extern const tb__device_ops tb__host_device_ops;
+extern const tb__device_ops tb__cuda_device_ops; /* if the build has it */
 
 #endif

@@ -3,6 +3,7 @@
 
 #include "base/log.h"
 #include "base/mem.h"
+#include "device/host/memory.h"
 #include "loop/loop_inside.h"
 
 #include <inttypes.h>
@@ -309,14 +310,15 @@ static bool on_revoke(const tb__peer *from, uint64_t id, tb__unpack *message) {
     return true;
 }
 
-/* The device of this name, if the process uses it; else NULL, with tb_error_detail. */
+/* The device of this name, if the process uses it, also to pin host memory; else NULL, with tb_error_detail. */
 static tb__device *find_used_device(const tb__loop *loop, const char *name) {
     for (size_t i = 0; i < loop->ndevices; i++) {
         if (strcmp(loop->devices[i]->ops->name, name) != 0 || loop->devices[i]->ops == &tb__host_device_ops)
             continue;
-        if (!loop->is_device_used[i])
+        bool is_used = loop->is_device_used[i] || (loop->devices[i]->ops->pin && tb__memory_has_pinned());
+        if (!is_used)
             tb__set_detail("this rank has no memory on device %s", name);
-        return loop->is_device_used[i] ? loop->devices[i] : NULL;
+        return is_used ? loop->devices[i] : NULL;
     }
     tb__set_detail("this rank has no device %.40s", name);
     return NULL;

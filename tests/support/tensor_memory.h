@@ -1,5 +1,8 @@
-/* Memory for tensors of tests. Built with TB_SLOW_DEVICE, a test has it on the slow device, or, with
- * TB_TEST_DEVICE=mixed, every second time; else it is memory of tb_alloc. */
+/* Memory for tensors of tests. Built with TB_SLOW_DEVICE, a test has it where TB_TEST_DEVICE says: on the slow device
+ * (the default), with "mixed" every second time, or with "cuda" on a GPU, if the build has the CUDA device; else it is
+ * memory of tb_alloc.
+ *
+ * A test reads and writes tensors through tensor_bytes. Memory of a GPU has a copy for that (cuda_tensors.c). */
 #ifndef TB_TESTS_TENSOR_MEMORY_H
 #define TB_TESTS_TENSOR_MEMORY_H
 
@@ -12,14 +15,19 @@
 #ifdef TB_SLOW_DEVICE
 #include "slow_device.h"
 
+static inline bool is_test_device(const char *name) {
+    const char *device = getenv("TB_TEST_DEVICE");
+    return device && strcmp(device, name) == 0;
+}
+
 __attribute__((constructor)) static void use_slow_device(void) {
-    slow_device_install();
+    if (!is_test_device("cuda"))
+        slow_device_install();
 }
 
 static inline bool next_is_slow(void) {
     static _Atomic unsigned count;
-    const char *device = getenv("TB_TEST_DEVICE");
-    return !device || strcmp(device, "mixed") != 0 || count++ % 2;
+    return !is_test_device("cuda") && (!is_test_device("mixed") || count++ % 2);
 }
 
 static inline bool is_slow_memory(const void *p) {
@@ -32,23 +40,39 @@ static inline bool is_slow_memory(const void *p) {
 }
 #endif
 
+#if defined(TB_SLOW_DEVICE) && defined(TB_TEST_CUDA)
+/* cuda_tensors.c */
+void *cuda_tensor_alloc(size_t nbytes); /* NULL: there is no memory */
+bool cuda_tensor_free(void *p);         /* false: it is not such memory, here and below */
+bool cuda_tensor_bytes(const void *p, void **bytes);
+#endif
+
 /* Zeros, or anything. NULL: there is no memory. */
 static inline void *tensor_alloc(size_t nbytes) {
     void *p;
 #ifdef TB_SLOW_DEVICE
     if (next_is_slow())
         return slow_device_alloc(nbytes);
+#ifdef TB_TEST_CUDA
+    if (is_test_device("cuda"))
+        return cuda_tensor_alloc(nbytes);
+#endif
 #endif
     return tb_alloc(nbytes, &p) == TB_OK ? p : NULL;
 }
 
-/* Where the test can use what tensor_alloc gave, while the library does not. */
+/* Where the test can use what tensor_alloc gave, while the library does not, until the thread's next call
+ * of the library. */
 static inline void *tensor_bytes(const void *p) {
+    void *bytes = (void *)(uintptr_t)p;
 #ifdef TB_SLOW_DEVICE
-    return slow_device_bytes(p);
-#else
-    return (void *)(uintptr_t)p;
+#ifdef TB_TEST_CUDA
+    if (cuda_tensor_bytes(p, &bytes))
+        return bytes;
 #endif
+    bytes = slow_device_bytes(p);
+#endif
+    return bytes;
 }
 
 static inline void tensor_free(void *p) {
@@ -57,6 +81,10 @@ static inline void tensor_free(void *p) {
         slow_device_free(p);
         return;
     }
+#ifdef TB_TEST_CUDA
+    if (p && cuda_tensor_free(p))
+        return;
+#endif
 #endif
     tb_free(p);
 }

@@ -5,71 +5,74 @@
 #include "device/device.h"
 
 #include <cuda.h>
+#include <stdatomic.h>
 
 /* ---- The driver (api.c) ------------------------------------------------------------------------------------------ */
 
-/* The functions that the device uses: X(name), as in cuda.h. */
+/* The functions that the device uses: X(name, version), as in cuda.h; the version is that of CUDA which brought this
+ * form of the function, as in cudaTypedefs.h. */
 #define TB__CUDA_FUNCTIONS(X)                                                                                          \
-    X(cuInit)                                                                                                          \
-    X(cuDriverGetVersion)                                                                                              \
-    X(cuGetErrorName)                                                                                                  \
-    X(cuDeviceGetCount)                                                                                                \
-    X(cuDeviceGet)                                                                                                     \
-    X(cuDeviceGetName)                                                                                                 \
-    X(cuDeviceGetUuid)                                                                                                 \
-    X(cuDeviceGetAttribute)                                                                                            \
-    X(cuDeviceTotalMem)                                                                                                \
-    X(cuDeviceCanAccessPeer)                                                                                           \
-    X(cuDevicePrimaryCtxRetain)                                                                                        \
-    X(cuDevicePrimaryCtxGetState)                                                                                      \
-    X(cuCtxPushCurrent)                                                                                                \
-    X(cuCtxPopCurrent)                                                                                                 \
-    X(cuCtxEnablePeerAccess)                                                                                           \
-    X(cuModuleLoadData)                                                                                                \
-    X(cuModuleGetFunction)                                                                                             \
-    X(cuFuncLoad)                                                                                                      \
-    X(cuLaunchKernel)                                                                                                  \
-    X(cuLaunchHostFunc)                                                                                                \
-    X(cuPointerGetAttributes)                                                                                          \
-    X(cuMemGetAddressRange)                                                                                            \
-    X(cuMemAlloc)                                                                                                      \
-    X(cuMemFree)                                                                                                       \
-    X(cuMemHostAlloc)                                                                                                  \
-    X(cuMemFreeHost)                                                                                                   \
-    X(cuMemHostRegister)                                                                                               \
-    X(cuMemHostUnregister)                                                                                             \
-    X(cuMemHostGetDevicePointer)                                                                                       \
-    X(cuMemcpyAsync)                                                                                                   \
-    X(cuMemcpyHtoDAsync)                                                                                               \
-    X(cuMemsetD8Async)                                                                                                 \
-    X(cuIpcGetMemHandle)                                                                                               \
-    X(cuIpcOpenMemHandle)                                                                                              \
-    X(cuIpcCloseMemHandle)                                                                                             \
-    X(cuMemGetAllocationGranularity)                                                                                   \
-    X(cuMemCreate)                                                                                                     \
-    X(cuMemRelease)                                                                                                    \
-    X(cuMemRetainAllocationHandle)                                                                                     \
-    X(cuMemExportToShareableHandle)                                                                                    \
-    X(cuMemImportFromShareableHandle)                                                                                  \
-    X(cuMemAddressReserve)                                                                                             \
-    X(cuMemAddressFree)                                                                                                \
-    X(cuMemMap)                                                                                                        \
-    X(cuMemUnmap)                                                                                                      \
-    X(cuMemSetAccess)                                                                                                  \
-    X(cuStreamCreate)                                                                                                  \
-    X(cuStreamDestroy)                                                                                                 \
-    X(cuStreamWaitEvent)                                                                                               \
-    X(cuStreamIsCapturing)                                                                                             \
-    X(cuStreamGetCtx)                                                                                                  \
-    X(cuStreamWaitValue32)                                                                                             \
-    X(cuStreamWriteValue32)                                                                                            \
-    X(cuEventCreate)                                                                                                   \
-    X(cuEventDestroy)                                                                                                  \
-    X(cuEventRecord)                                                                                                   \
-    X(cuEventQuery)                                                                                                    \
-    X(cuEventElapsedTime)
+    X(cuInit, 2000)                                                                                                    \
+    X(cuDriverGetVersion, 2020)                                                                                        \
+    X(cuGetErrorName, 6000)                                                                                            \
+    X(cuDeviceGetCount, 2000)                                                                                          \
+    X(cuDeviceGet, 2000)                                                                                               \
+    X(cuDeviceGetName, 2000)                                                                                           \
+    X(cuDeviceGetUuid, 11040)                                                                                          \
+    X(cuDeviceGetAttribute, 2000)                                                                                      \
+    X(cuDeviceTotalMem, 3020)                                                                                          \
+    X(cuDeviceCanAccessPeer, 4000)                                                                                     \
+    X(cuDevicePrimaryCtxRetain, 7000)                                                                                  \
+    X(cuDevicePrimaryCtxRelease, 11000)                                                                                \
+    X(cuCtxPushCurrent, 4000)                                                                                          \
+    X(cuCtxPopCurrent, 4000)                                                                                           \
+    X(cuCtxGetDevice, 2000)                                                                                            \
+    X(cuCtxEnablePeerAccess, 4000)                                                                                     \
+    X(cuThreadExchangeStreamCaptureMode, 10010)                                                                        \
+    X(cuModuleLoadData, 2000)                                                                                          \
+    X(cuModuleGetFunction, 2000)                                                                                       \
+    X(cuFuncLoad, 12040)                                                                                               \
+    X(cuLaunchKernel, 4000)                                                                                            \
+    X(cuLaunchHostFunc, 10000)                                                                                         \
+    X(cuPointerGetAttributes, 7000)                                                                                    \
+    X(cuMemGetAddressRange, 3020)                                                                                      \
+    X(cuMemAlloc, 3020)                                                                                                \
+    X(cuMemFree, 3020)                                                                                                 \
+    X(cuMemHostAlloc, 2020)                                                                                            \
+    X(cuMemFreeHost, 2000)                                                                                             \
+    X(cuMemHostRegister, 6050)                                                                                         \
+    X(cuMemHostUnregister, 4000)                                                                                       \
+    X(cuMemHostGetDevicePointer, 3020)                                                                                 \
+    X(cuMemcpyAsync, 4000)                                                                                             \
+    X(cuMemcpyHtoDAsync, 3020)                                                                                         \
+    X(cuMemsetD8Async, 3020)                                                                                           \
+    X(cuIpcGetMemHandle, 4010)                                                                                         \
+    X(cuIpcOpenMemHandle, 11000)                                                                                       \
+    X(cuIpcCloseMemHandle, 4010)                                                                                       \
+    X(cuMemGetAllocationGranularity, 10020)                                                                            \
+    X(cuMemCreate, 10020)                                                                                              \
+    X(cuMemRelease, 10020)                                                                                             \
+    X(cuMemRetainAllocationHandle, 11000)                                                                              \
+    X(cuMemExportToShareableHandle, 10020)                                                                             \
+    X(cuMemImportFromShareableHandle, 10020)                                                                           \
+    X(cuMemAddressReserve, 10020)                                                                                      \
+    X(cuMemAddressFree, 10020)                                                                                         \
+    X(cuMemMap, 10020)                                                                                                 \
+    X(cuMemUnmap, 10020)                                                                                               \
+    X(cuMemSetAccess, 10020)                                                                                           \
+    X(cuStreamCreate, 2000)                                                                                            \
+    X(cuStreamDestroy, 4000)                                                                                           \
+    X(cuStreamWaitEvent, 3020)                                                                                         \
+    X(cuStreamIsCapturing, 10000)                                                                                      \
+    X(cuStreamGetCtx, 9020)                                                                                            \
+    X(cuStreamWaitValue32, 11070)                                                                                      \
+    X(cuStreamWriteValue32, 11070)                                                                                     \
+    X(cuEventCreate, 2000)                                                                                             \
+    X(cuEventDestroy, 4000)                                                                                            \
+    X(cuEventRecord, 2000)                                                                                             \
+    X(cuEventQuery, 2000)
 
-#define TB__CUDA_FIELD(name) __typeof__(&name) name;
+#define TB__CUDA_FIELD(name, version) __typeof__(&name) name;
 typedef struct tb__cuda_api {
     TB__CUDA_FUNCTIONS(TB__CUDA_FIELD)
 } tb__cuda_api;
@@ -77,17 +80,31 @@ typedef struct tb__cuda_api {
 /* Valid once tb__cuda_load has succeeded. */
 extern tb__cuda_api tb__cuda;
 
-/* Loads libcuda.so.1, once. TB_REFUSED: there is no driver or no GPU; the sentence says what is missing. */
+/* Loads libcuda.so.1 and initialises it, once. TB_REFUSED: there is no driver or no GPU, the process was forked after
+ * the driver was initialised, or the driver has shut down; the sentence says which. */
 tb_status tb__cuda_load(void);
 /* Whether CUDA memory can exist in this process: libcuda.so.1 is loaded, by us or by the program. Cheap. */
 bool tb__cuda_is_in_use(void);
+/* The functions, without initialising the driver. False: there are none, or no call may be made any more. */
+bool tb__cuda_has_functions(void);
+/* Whether the driver was initialised by a process that this one was forked from. It can't be used then. */
+bool tb__cuda_is_inherited(void);
+/* A random number of this process. */
+uint64_t tb__cuda_process_id(void);
 
-/* Fails with the error's name: "cuMemAlloc of 4096 bytes on cuda:0: CUDA_ERROR_OUT_OF_MEMORY". */
+/* Fails with the error's name: "cuMemAlloc of 4096 bytes on cuda:0: CUDA_ERROR_OUT_OF_MEMORY". An error that the
+ * context does not recover from also fails the GPU whose context is current. */
 __attribute__((format(printf, 2, 3))) tb_status tb__cuda_fail(CUresult result, const char *format, ...);
+const char *tb__cuda_error_name(CUresult result);
 
 /* ---- GPUs (gpu.c) ------------------------------------------------------------------------------------------------ */
 
 #include "device/cuda/kernels.h"
+
+enum { TB__MAX_GPUS = 64 };
+
+/* The names of the kernels' functions in the module (job.c). */
+extern const char *const tb__cuda_kernel_names[TB__CUDA_NKERNELS];
 
 /* A GPU in this process: its primary context, and the kernels in it. Process-wide, never freed. */
 typedef struct tb__gpu {
@@ -99,22 +116,71 @@ typedef struct tb__gpu {
     CUcontext context;
     CUmodule module;
     CUfunction kernels[TB__CUDA_NKERNELS];
+    _Atomic CUresult failure;        /* the error that its context does not recover from */
+    struct tb__signal_pool *signals; /* signal.c */
 } tb__gpu;
 
 /* Retains the primary context and loads the kernels, the first time. */
 tb_status tb__gpu_get(int ordinal, tb__gpu **out);
 int tb__gpu_count(void); /* 0 without a driver */
 bool tb__gpu_find_uuid(const CUuuid *uuid, int *ordinal);
+tb__gpu *tb__gpu_if_used(int ordinal); /* NULL: nobody has got it yet */
+const char *tb__gpu_unit_name(int ordinal);
+/* "GPU-01234567-89ab-..." */
+typedef struct tb__gpu_uuid_text {
+    char text[48];
+} tb__gpu_uuid_text;
+tb__gpu_uuid_text tb__gpu_format_uuid(const CUuuid *uuid);
 
-/* Makes the GPU's context current; each push is followed by a pop. */
-tb_status tb__gpu_push(const tb__gpu *gpu);
+/* Makes the GPU's context current; each push that succeeds is followed by a pop. Fails if the GPU has failed, or no
+ * call may be made any more. Calls in between do not disturb captures of the program's streams. */
+tb_status tb__gpu_push(tb__gpu *gpu);
 void tb__gpu_pop(void);
+/* Fails with the name of the GPU and of its error, if it has failed. */
+tb_status tb__gpu_check(const tb__gpu *gpu);
+/* If the error is one that contexts do not recover from, the GPU whose context is current has failed. */
+void tb__gpu_note_error(CUresult result);
+
+/* ---- Signals (signal.c) ------------------------------------------------------------------------------------------ */
+
+/* Tells when a stream has done all work before it: by a word in pinned memory, which costs nothing to look at, and by
+ * an event, for other streams and for errors. */
+typedef struct tb__signal {
+    tb__gpu *gpu;
+    CUevent event;
+    _Atomic uint32_t *word;
+    CUdeviceptr address; /* of the word */
+    uint32_t value;      /* that the word will have; each use has the next one */
+    struct tb__signal *next;
+} tb__signal;
+
+tb_status tb__signals_create(struct tb__signal_pool **out);
+/* The GPU's context is current, here and in `send`. */
+tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out);
+tb_status tb__signal_send(tb__signal *signal, CUstream stream);
+void tb__signal_put(tb__signal *signal); /* NULL is allowed. It may still be on its way */
+
+static inline bool tb__signal_has_come(const tb__signal *signal) {
+    return atomic_load_explicit(signal->word, memory_order_acquire) == signal->value;
+}
+
+/* ---- Streams of the program (stream.c) --------------------------------------------------------------------------- */
+
+/* The GPU of a stream, whose context is current then, until tb__gpu_pop. Refuses streams that are being captured, and
+ * those of other contexts than the primary ones. */
+tb_status tb__stream_push(const void *stream, CUstream *handle, tb__gpu **gpu);
+
+tb_status tb__cuda_gate_create(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);
+void tb__cuda_gate_open(tb__gate *gate);
 
 /* ---- Jobs (job.c) ------------------------------------------------------------------------------------------------ */
 
 /* tb__job has all descriptors of its moves in memory of the GPU that does them. */
 tb_status tb__cuda_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);
 void tb__cuda_release(tb__device *device, tb__job *job);
+
+/* When `run` is called: TB_INVALID if a part is listed twice. */
+tb_status tb__cuda_check_parts(tb__job *job, const tb__run *run);
 
 /* A run of a job, or a checksum, on one GPU. */
 typedef struct tb__cuda_launch tb__cuda_launch;
@@ -134,7 +200,7 @@ tb_status tb__cuda_launch_finish(tb__cuda_launch *launch);
 /* The same, for work that was cancelled or has failed: results are dropped. */
 void tb__cuda_launch_discard(tb__cuda_launch *launch);
 
-/* ---- Memory (memory.c, share.c) ---------------------------------------------------------------------------------- */
+/* ---- Memory (memory.c, share.c, pin.c) --------------------------------------------------------------------------- */
 
 bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__memory *out);
 tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **out);
@@ -143,8 +209,37 @@ tb_status tb__cuda_share(tb__device *device, const tb__memory *memory, tb__memor
 tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, tb__mapping **out);
 void tb__cuda_unmap(tb__device *device, tb__mapping *mapping);
 
+/* How memory can be shared with other processes. */
+typedef enum tb__share_kind {
+    TB__SHARE_NONE,
+    TB__SHARE_LEGACY, /* cuIpcGetMemHandle */
+    TB__SHARE_FD,     /* of VMM memory: a descriptor for each piece */
+    TB__SHARE_FABRIC, /* of VMM memory: a fabric handle for each piece */
+} tb__share_kind;
+
+/* An allocation, or a piece of VMM memory: what one handle stands for. */
+typedef struct tb__memory_piece {
+    CUdeviceptr base;
+    size_t nbytes;
+    int ordinal;
+    bool is_vmm;
+    uint64_t id; /* BUFFER_ID */
+    tb__share_kind kind;
+} tb__memory_piece;
+
+/* False: no GPU has memory there. */
+bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out);
+
+/* Lets all GPUs in use that can reach the GPU read VMM memory on it, and write to it if the flags say so. */
+tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUmemAccess_flags flags);
+/* A GPU that is used for the first time can use all memory that the library has allocated and mapped. */
+void tb__memory_grant_to_new_gpu(void);
+void tb__share_grant_to_new_gpu(void);
+
 /* An address by which the GPU reads or writes host memory: registers the bytes with the driver, unless they are
- * pinned. Registrations are counted, and shared by overlapping ranges. */
+ * pinned. Registrations are counted, and shared by overlapping ranges. Memory without write access can be read. The
+ * bytes may be in several registrations side by side: kernels don't see that, but a copy by the driver may be refused
+ * that crosses from one to the next. */
 typedef struct tb__cuda_pin tb__cuda_pin;
 tb_status tb__cuda_pin_host(tb__gpu *gpu, const void *base, size_t nbytes, tb__cuda_pin **out, CUdeviceptr *address);
 void tb__cuda_unpin(tb__cuda_pin *pin); /* NULL is allowed */

@@ -17,6 +17,7 @@
 #include <fcntl.h>
 #include <linux/memfd.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/queue.h>
@@ -415,6 +416,8 @@ tb_status tb_alloc(size_t nbytes, void **out) {
     return TB_OK;
 }
 
+static _Atomic size_t npinned; /* allocations */
+
 tb_status tb__memory_alloc_pinned(size_t nbytes, tb_status (*pin)(void *, size_t), void (*unpin)(void *), void **out) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     tb__extent *extent;
@@ -425,8 +428,13 @@ tb_status tb__memory_alloc_pinned(size_t nbytes, tb_status (*pin)(void *, size_t
         return status;
     }
     extent->unpin = unpin;
+    atomic_fetch_add(&npinned, 1);
     *out = (void *)extent->start;
     return TB_OK;
+}
+
+bool tb__memory_has_pinned(void) {
+    return atomic_load(&npinned) > 0;
 }
 
 static void free_extent(tb__extent *extent) {
@@ -462,6 +470,7 @@ static void unpin(tb__extent *extent) {
     extent->unpin = NULL;
     pthread_mutex_unlock(&pool.lock);
     fn((void *)extent->start);
+    atomic_fetch_sub(&npinned, 1);
     pthread_mutex_lock(&pool.lock);
 }
 

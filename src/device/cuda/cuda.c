@@ -1,0 +1,676 @@
+/* The CUDA device: memory of NVIDIA GPUs. A loop has one of them for all GPUs. Opening it costs nothing: the driver is
+ * loaded, and GPUs are set up, when memory on them is first used.
+ *
+ * Runs are launched in progress, each on one of a few streams of its GPU, and end with a signal on that stream.
+ * Progress looks at the signals' words, and asks the driver only now and then, for errors. After a while without news
+ * it puts a function behind the work that wakes the loop, and lets it sleep. */
+#include "device/cuda/cuda.h"
+
+#include "base/descriptors.h"
+#include "base/mem.h"
+#include "base/process.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/queue.h>
+#include <sys/timerfd.h>
+
+enum {
+    NLANES = 4,      /* streams for runs, of each GPU */
+    SPIN_US = 2000,  /* after a launch, before the loop may sleep */
+    QUERY_US = 1000, /* between questions to the driver */
+    CHECK_MS = 100,  /* between questions while the loop sleeps: after an error nothing wakes it */
+};
+
+/* The loop's descriptor, a timer. Functions on streams make it readable at once; they may be called after the device is
+ * closed, so they are counted. */
+typedef struct waker {
+    int fd;
+    _Atomic int nusers;
+    _Atomic bool was_woken;
+} waker;
+
+typedef struct lane {
+    CUstream stream;
+    size_t nrunning;
+} lane;
+
+/* A stream that waits for a signal, to wake the loop. */
+typedef struct waiter {
+    CUstream stream;
+    bool is_busy;
+} waiter;
+
+/* What a loop has on one GPU. */
+typedef struct gpu_streams {
+    lane lanes[NLANES];
+    TB_VEC(waiter) waiters;
+} gpu_streams;
+
+/* The part of a run that is on one GPU. */
+typedef struct gpu_part {
+    tb__gpu *gpu;
+    lane *lane; /* NULL: on a stream of the program */
+    tb__cuda_launch *launch;
+    tb__signal *signal;
+    bool is_over, wakes;
+    size_t waiter; /* if it wakes the loop */
+} gpu_part;
+
+typedef struct cuda_run cuda_run;
+
+struct cuda_run {
+    tb__fence *fence;
+    tb__job *job; /* NULL: a checksum, or work on a stream of the program */
+    tb__run what;
+    uint32_t *parts; /* of `what`: a copy */
+    tb__fence **after;
+    struct {
+        tb__gpu *gpu; /* NULL: it is no checksum */
+        const void *address;
+        size_t nbytes;
+        uint64_t *out;
+    } sum;
+    bool is_launched, is_cancelled;
+    tb_status status; /* of a launch that failed when parts of it were under way */
+    char why[TB__FENCE_WHY_MAX];
+    int64_t launched_us, asked_us;
+    gpu_part *on;
+    size_t non, nover;
+    TAILQ_ENTRY(cuda_run) link;
+};
+
+typedef struct cuda_device {
+    tb__device base;
+    pthread_mutex_t lock; /* runs, and their fences: streams are recorded and wait in any thread */
+    waker *waker;
+    _Atomic bool is_timer_set;
+    _Atomic size_t nruns;
+    TAILQ_HEAD(run_list, cuda_run) runs; /* as they came */
+    gpu_streams *streams[TB__MAX_GPUS];
+} cuda_device;
+
+static int64_t now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+/* ---- Waking the loop --------------------------------------------------------------------------------------------- */
+
+static tb_status create_waker(waker **out) {
+    waker *w = tb__calloc(1, sizeof *w);
+    if (!w)
+        return TB_NO_MEMORY;
+    w->nusers = 1;
+    w->fd = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    if (w->fd < 0) {
+        free(w);
+        return tb__fail(TB_IO, "a timer for a device: %s", tb__errno_text(errno));
+    }
+    *out = w;
+    return TB_OK;
+}
+
+/* 0: never. Forgets what has come so far. */
+static void set_timer(const waker *w, int64_t ns) {
+    struct itimerspec when = {.it_value = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000}};
+    timerfd_settime(w->fd, 0, &when, NULL);
+}
+
+static void wake(waker *w) {
+    atomic_store(&w->was_woken, true);
+    set_timer(w, 1);
+}
+
+static void let_go(waker *w) {
+    if (atomic_fetch_sub(&w->nusers, 1) > 1)
+        return;
+    tb__fd_close(w->fd);
+    free(w);
+}
+
+/* On a thread of the driver, which allows no call of its own. */
+static void CUDA_CB wake_loop(void *arg) {
+    waker *w = arg;
+    wake(w);
+    let_go(w);
+}
+
+/* ---- Streams ----------------------------------------------------------------------------------------------------- */
+
+static tb_status create_stream(const tb__gpu *gpu, CUstream *out) {
+    CUresult result = tb__cuda.cuStreamCreate(out, CU_STREAM_NON_BLOCKING);
+    return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "cuStreamCreate on %s", gpu->unit);
+}
+
+static tb_status get_streams(cuda_device *device, const tb__gpu *gpu, gpu_streams **out) {
+    gpu_streams **at = &device->streams[gpu->ordinal];
+    if (!*at)
+        *at = tb__calloc(1, sizeof **at);
+    *out = *at;
+    return *at ? TB_OK : TB_NO_MEMORY;
+}
+
+/* The GPU's context is current. The lane with the least to do. */
+static tb_status get_lane(cuda_device *device, const tb__gpu *gpu, lane **out) {
+    gpu_streams *streams;
+    TB_TRY(get_streams(device, gpu, &streams));
+    lane *best = streams->lanes;
+    for (int i = 1; i < NLANES; i++)
+        best = streams->lanes[i].nrunning < best->nrunning ? &streams->lanes[i] : best;
+    if (!best->stream)
+        TB_TRY(create_stream(gpu, &best->stream));
+    *out = best;
+    return TB_OK;
+}
+
+/* The GPU's context is current. */
+static tb_status get_waiter(cuda_device *device, const tb__gpu *gpu, size_t *out) {
+    gpu_streams *streams;
+    waiter w = {0};
+    size_t i = 0;
+    TB_TRY(get_streams(device, gpu, &streams));
+    while (i < streams->waiters.count && streams->waiters.item[i].is_busy)
+        i++;
+    if (i == streams->waiters.count) {
+        if (!tb__vec_reserve(&streams->waiters, 1))
+            return TB_NO_MEMORY;
+        TB_TRY(create_stream(gpu, &w.stream));
+        streams->waiters.item[streams->waiters.count++] = w;
+    }
+    *out = i;
+    return TB_OK;
+}
+
+/* Puts a function behind the part's work that wakes the loop. If that fails, the timer will do. */
+static void wake_after(cuda_device *device, gpu_part *part) {
+    size_t i;
+    if (part->wakes || part->is_over || tb__gpu_push(part->gpu) != TB_OK)
+        return;
+    if (get_waiter(device, part->gpu, &i) == TB_OK) {
+        waiter *w = &device->streams[part->gpu->ordinal]->waiters.item[i];
+        CUresult result = tb__cuda.cuStreamWaitEvent(w->stream, part->signal->event, 0);
+        atomic_fetch_add(&device->waker->nusers, 1);
+        if (result == CUDA_SUCCESS)
+            result = tb__cuda.cuLaunchHostFunc(w->stream, wake_loop, device->waker);
+        if (result == CUDA_SUCCESS) {
+            w->is_busy = part->wakes = true;
+            part->waiter = i;
+        } else {
+            let_go(device->waker);
+            (void)tb__cuda_fail(result, "waiting for %s", part->gpu->unit);
+        }
+    }
+    tb__gpu_pop();
+}
+
+/* ---- Launching --------------------------------------------------------------------------------------------------- */
+
+static cuda_run *find_run(cuda_device *device, const tb__fence *fence) {
+    cuda_run *run = TAILQ_FIRST(&device->runs);
+    while (run && run->fence != fence)
+        run = TAILQ_NEXT(run, link);
+    return run;
+}
+
+/* The fence that keeps a run from being launched: failed, or not done and not on a GPU either. */
+static const tb__fence *find_obstacle(cuda_device *device, const cuda_run *run) {
+    const tb__fence *failed = NULL;
+    for (size_t i = 0; i < run->what.nafter; i++) {
+        const tb__fence *fence = run->after[i];
+        const cuda_run *before = fence->is_done ? NULL : find_run(device, fence);
+        if (!fence->is_done && !(before && before->is_launched))
+            return fence;
+        if (fence->is_done && fence->status != TB_OK && !failed)
+            failed = fence;
+    }
+    return failed;
+}
+
+/* The stream goes on after the fences' runs of this device. */
+static tb_status wait_for_runs(cuda_device *device, const cuda_run *run, CUstream stream) {
+    for (size_t i = 0; i < run->what.nafter; i++) {
+        const cuda_run *before = run->after[i]->is_done ? NULL : find_run(device, run->after[i]);
+        for (size_t k = 0; before && k < before->non; k++) {
+            CUresult result = before->on[k].is_over
+                                  ? CUDA_SUCCESS
+                                  : tb__cuda.cuStreamWaitEvent(stream, before->on[k].signal->event, 0);
+            if (result != CUDA_SUCCESS)
+                return tb__cuda_fail(result, "cuStreamWaitEvent on %s", before->on[k].gpu->unit);
+        }
+    }
+    return TB_OK;
+}
+
+/* The GPU's context is current. Whatever fails, what was submitted ends with the signal. */
+static tb_status submit(cuda_device *device, cuda_run *run, gpu_part *part) {
+    TB_TRY(get_lane(device, part->gpu, &part->lane));
+    TB_TRY(tb__signal_get(part->gpu, &part->signal));
+    CUstream stream = part->lane->stream;
+    tb_status status = wait_for_runs(device, run, stream);
+    if (status == TB_OK)
+        status = run->job ? tb__cuda_launch_job(run->job, (size_t)(part - run->on), &run->what, stream, &part->launch)
+                          : tb__cuda_launch_checksum(part->gpu, run->sum.address, run->sum.nbytes, run->sum.out, stream,
+                                                     &part->launch);
+    tb__saved_detail why = tb__save_detail();
+    tb_status sent = tb__signal_send(part->signal, stream);
+    run->non++;
+    part->lane->nrunning++;
+    if (status == TB_OK)
+        return sent;
+    return tb__fail(status, "%s", why.text);
+}
+
+static void note_failure(cuda_run *run, tb_status status) {
+    if (run->status != TB_OK)
+        return;
+    run->status = status;
+    snprintf(run->why, sizeof run->why, "%s", tb_error_detail());
+}
+
+static void launch(cuda_device *device, cuda_run *run) {
+    size_t n = run->job ? tb__cuda_job_ngpus(run->job) : 1;
+    run->is_launched = true;
+    for (size_t i = 0; i < n && run->status == TB_OK; i++) {
+        gpu_part *part = &run->on[i];
+        part->gpu = run->job ? tb__cuda_job_gpu(run->job, i) : run->sum.gpu;
+        tb_status status = tb__gpu_push(part->gpu);
+        if (status == TB_OK) {
+            status = submit(device, run, part);
+            tb__gpu_pop();
+        }
+        if (status != TB_OK)
+            note_failure(run, status);
+    }
+    run->launched_us = run->asked_us = now_us();
+}
+
+/* ---- Completing -------------------------------------------------------------------------------------------------- */
+
+static void end_part(cuda_device *device, gpu_part *part) {
+    if (part->lane)
+        part->lane->nrunning--;
+    /* A waiter whose signal has not come would make the next one late. */
+    if (part->wakes && tb__signal_has_come(part->signal))
+        device->streams[part->gpu->ordinal]->waiters.item[part->waiter].is_busy = false;
+    tb__signal_put(part->signal);
+    part->signal = NULL;
+}
+
+static void free_run(cuda_run *run) {
+    if (run) {
+        free(run->parts);
+        free(run->after);
+        free(run->on);
+    }
+    free(run);
+}
+
+static void complete(cuda_device *device, cuda_run *run, tb_status status, const char *why) {
+    tb__fence *fence = run->fence;
+    for (size_t i = 0; i < run->non; i++)
+        end_part(device, &run->on[i]);
+    TAILQ_REMOVE(&device->runs, run, link);
+    fence->status = status;
+    snprintf(fence->why, sizeof fence->why, "%s", why);
+    fence->state = NULL;
+    fence->is_done = true;
+    free_run(run);
+    atomic_fetch_sub(&device->nruns, 1);
+}
+
+/* All its work on GPUs is over. */
+static void finish(cuda_device *device, cuda_run *run) {
+    for (size_t i = 0; i < run->non; i++) {
+        gpu_part *part = &run->on[i];
+        tb_status status = tb__gpu_check(part->gpu);
+        if (status == TB_OK && run->is_cancelled)
+            status = tb__fail(TB_CANCELLED, "it was cancelled");
+        if (status != TB_OK || run->status != TB_OK) {
+            if (part->launch)
+                tb__cuda_launch_discard(part->launch);
+        } else if (part->launch) {
+            status = tb__cuda_launch_finish(part->launch);
+        }
+        part->launch = NULL;
+        if (status != TB_OK)
+            note_failure(run, status);
+    }
+    for (size_t i = 0; i < run->what.nafter && run->status == TB_OK; i++) {
+        run->status = run->after[i]->status;
+        snprintf(run->why, sizeof run->why, "%s", run->after[i]->why);
+    }
+    complete(device, run, run->status, run->why);
+}
+
+/* Notes the GPU's failure, if there is one. */
+static void ask_driver(const gpu_part *part) {
+    if (tb__gpu_push(part->gpu) != TB_OK)
+        return;
+    CUresult result = tb__cuda.cuEventQuery(part->signal->event);
+    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
+        (void)tb__cuda_fail(result, "cuEventQuery on %s", part->gpu->unit);
+    tb__gpu_pop();
+}
+
+/* A part is over when its signal has come, or will never come. */
+static void look_at_parts(cuda_run *run, int64_t now) {
+    bool may_ask = now - run->asked_us >= QUERY_US;
+    for (size_t i = 0; i < run->non; i++) {
+        gpu_part *part = &run->on[i];
+        if (part->is_over)
+            continue;
+        if (may_ask && !tb__signal_has_come(part->signal))
+            ask_driver(part);
+        part->is_over = tb__signal_has_come(part->signal) || tb__gpu_check(part->gpu) != TB_OK;
+        run->nover += part->is_over;
+    }
+    if (may_ask)
+        run->asked_us = now;
+}
+
+static bool are_all_done(const cuda_run *run) {
+    for (size_t i = 0; i < run->what.nafter; i++) {
+        if (!run->after[i]->is_done)
+            return false;
+    }
+    return true;
+}
+
+/* Whether anything has happened. */
+static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
+    if (!run->is_launched) {
+        const tb__fence *obstacle = run->is_cancelled ? NULL : find_obstacle(device, run);
+        if (obstacle && !obstacle->is_done)
+            return false;
+        if (run->is_cancelled)
+            complete(device, run, TB_CANCELLED, "it was cancelled");
+        else if (obstacle)
+            complete(device, run, obstacle->status, obstacle->why);
+        else
+            launch(device, run);
+        return true;
+    }
+    bool is_programs = run->non == 1 && !run->on[0].lane; /* its stream may stand still for any time */
+    if (run->is_cancelled && is_programs) {
+        complete(device, run, TB_CANCELLED, "it was cancelled");
+        return true;
+    }
+    look_at_parts(run, now);
+    if (run->nover < run->non || !are_all_done(run))
+        return false;
+    finish(device, run);
+    return true;
+}
+
+/* When there is no news: the loop polls for a while, then sleeps. */
+static bool polls_on(cuda_device *device, int64_t now) {
+    bool is_any_launched = false;
+    for (cuda_run *run = TAILQ_FIRST(&device->runs); run; run = TAILQ_NEXT(run, link)) {
+        if (run->is_launched && now - run->launched_us < SPIN_US)
+            return true;
+        is_any_launched |= run->is_launched;
+    }
+    if (!is_any_launched)
+        return false;
+    for (cuda_run *run = TAILQ_FIRST(&device->runs); run; run = TAILQ_NEXT(run, link)) {
+        for (size_t i = 0; i < run->non; i++)
+            wake_after(device, &run->on[i]);
+    }
+    set_timer(device->waker, (int64_t)CHECK_MS * 1000000);
+    device->is_timer_set = true;
+    return atomic_load(&device->waker->was_woken); /* before the timer was set, which has undone it */
+}
+
+static bool cuda_progress(tb__device *base) {
+    cuda_device *device = (cuda_device *)base;
+    if (atomic_load(&device->nruns) == 0 && !device->is_timer_set)
+        return false;
+    pthread_mutex_lock(&device->lock);
+    bool did = false;
+    int64_t now = now_us();
+    atomic_store(&device->waker->was_woken, false);
+    if (device->is_timer_set) {
+        /* Functions that have not been called yet may still make the descriptor readable. */
+        device->is_timer_set = atomic_load(&device->waker->nusers) > 1;
+        set_timer(device->waker, 0);
+    }
+    for (cuda_run *run = TAILQ_FIRST(&device->runs), *next; run; run = next) {
+        next = TAILQ_NEXT(run, link);
+        did |= step_run(device, run, now);
+    }
+    did = did || polls_on(device, now);
+    pthread_mutex_unlock(&device->lock);
+    return did;
+}
+
+/* ---- Runs -------------------------------------------------------------------------------------------------------- */
+
+static tb_status fill_run(cuda_run *run, const tb__run *what, size_t ngpus) {
+    run->what = *what;
+    run->on = tb__calloc(ngpus, sizeof *run->on);
+    if (!run->on)
+        return TB_NO_MEMORY;
+    run->parts = tb__memdup(what->parts, what->parts ? what->nparts : 0, sizeof *what->parts);
+    run->after = tb__memdup(what->after, what->nafter, sizeof *what->after);
+    if (!run->parts || !run->after)
+        return TB_NO_MEMORY;
+    run->what.parts = what->parts ? run->parts : NULL;
+    run->what.after = run->after;
+    return TB_OK;
+}
+
+static tb_status create_run(tb__fence *fence, const tb__run *what, size_t ngpus, cuda_run **out) {
+    cuda_run *run = tb__calloc(1, sizeof *run);
+    if (!run)
+        return TB_NO_MEMORY;
+    tb_status status = fill_run(run, what, ngpus);
+    if (status != TB_OK) {
+        free_run(run);
+        return status;
+    }
+    run->fence = fence;
+    *out = run;
+    return TB_OK;
+}
+
+/* `wakes`: the loop may be asleep. */
+static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
+    run->fence->state = run;
+    pthread_mutex_lock(&device->lock);
+    if (wakes) {
+        device->is_timer_set = true;
+        wake(device->waker);
+    }
+    TAILQ_INSERT_TAIL(&device->runs, run, link);
+    atomic_fetch_add(&device->nruns, 1);
+    pthread_mutex_unlock(&device->lock);
+}
+
+static tb_status cuda_run_job(tb__device *base, tb__job *job, const tb__run *what, tb__fence *fence) {
+    cuda_device *device = (cuda_device *)base;
+    cuda_run *run;
+    pthread_mutex_lock(&device->lock); /* another thread may launch a run of the job */
+    tb_status status = tb__cuda_check_parts(job, what);
+    pthread_mutex_unlock(&device->lock);
+    TB_TRY(status);
+    TB_TRY(create_run(fence, what, tb__cuda_job_ngpus(job), &run));
+    run->job = job;
+    add_run(device, run, false);
+    return TB_OK;
+}
+
+static tb_status cuda_checksum(tb__device *device, const void *address, size_t nbytes, uint64_t *out,
+                               tb__fence *fence) {
+    tb__memory memory;
+    tb__gpu *gpu;
+    cuda_run *run;
+    if (!tb__cuda_find(device, address, nbytes, &memory))
+        return tb__fail(TB_INVALID, "%zu bytes at %p are not in memory of a GPU", nbytes, address);
+    TB_TRY(tb__gpu_get(memory.index, &gpu));
+    TB_TRY(create_run(fence, &(tb__run){0}, 1, &run));
+    run->sum.gpu = gpu;
+    run->sum.address = address;
+    run->sum.nbytes = nbytes;
+    run->sum.out = out;
+    add_run((cuda_device *)device, run, false);
+    return TB_OK;
+}
+
+/* What is on a GPU can't be stopped. */
+static void cuda_cancel(tb__device *base, tb__fence *fence) {
+    cuda_device *device = (cuda_device *)base;
+    pthread_mutex_lock(&device->lock);
+    cuda_run *run = fence->is_done ? NULL : find_run(device, fence);
+    if (run)
+        run->is_cancelled = true;
+    pthread_mutex_unlock(&device->lock);
+}
+
+/* ---- Streams of the program -------------------------------------------------------------------------------------- */
+
+/* The stream's context is current. */
+static tb_status record(cuda_run *run, tb__gpu *gpu, CUstream stream) {
+    gpu_part *part = &run->on[0];
+    part->gpu = gpu;
+    TB_TRY(tb__signal_get(gpu, &part->signal));
+    tb_status status = tb__signal_send(part->signal, stream);
+    if (status != TB_OK) {
+        tb__signal_put(part->signal);
+        return status;
+    }
+    run->non = 1;
+    run->is_launched = true;
+    run->launched_us = run->asked_us = now_us();
+    return TB_OK;
+}
+
+static tb_status cuda_stream_record(tb__device *device, const void *stream, tb__fence *fence) {
+    cuda_run *run;
+    CUstream handle;
+    tb__gpu *gpu;
+    TB_TRY(create_run(fence, &(tb__run){0}, 1, &run));
+    tb_status status = tb__stream_push(stream, &handle, &gpu);
+    if (status == TB_OK) {
+        status = record(run, gpu, handle);
+        tb__gpu_pop();
+    }
+    if (status != TB_OK) {
+        free_run(run);
+        return status;
+    }
+    add_run((cuda_device *)device, run, true);
+    return TB_OK;
+}
+
+/* The stream's context is current. */
+static tb_status wait_for_parts(const cuda_run *run, CUstream stream, const tb__gpu *gpu) {
+    for (size_t i = 0; i < run->non; i++) {
+        if (run->on[i].is_over)
+            continue;
+        CUresult result = tb__cuda.cuStreamWaitEvent(stream, run->on[i].signal->event, 0);
+        if (result != CUDA_SUCCESS)
+            return tb__cuda_fail(result, "cuStreamWaitEvent on %s", gpu->unit);
+    }
+    return TB_OK;
+}
+
+/* A run that has not been launched yet is launched here, unless it waits for others. */
+static tb_status cuda_stream_wait(tb__device *base, const void *stream, const tb__fence *fence) {
+    cuda_device *device = (cuda_device *)base;
+    CUstream handle;
+    tb__gpu *gpu;
+    TB_TRY(tb__stream_push(stream, &handle, &gpu));
+    tb_status status = TB_OK;
+    pthread_mutex_lock(&device->lock);
+    cuda_run *run = find_run(device, fence);
+    if (run && !run->is_launched && !run->is_cancelled && !find_obstacle(device, run))
+        launch(device, run);
+    if (run && run->is_launched)
+        status = wait_for_parts(run, handle, gpu);
+    else if (run)
+        status = tb__fail(TB_REFUSED, "a stream on %s can't wait for work that has not begun", gpu->unit);
+    pthread_mutex_unlock(&device->lock);
+    tb__gpu_pop();
+    return status;
+}
+
+/* ---- Opening ----------------------------------------------------------------------------------------------------- */
+
+static tb_status cuda_open(tb__device **out) {
+    cuda_device *device = tb__calloc(1, sizeof *device);
+    if (!device)
+        return TB_NO_MEMORY;
+    device->base.ops = &tb__cuda_device_ops;
+    TAILQ_INIT(&device->runs);
+    tb_status status = create_waker(&device->waker);
+    if (status != TB_OK) {
+        free(device);
+        return status;
+    }
+    pthread_mutex_init(&device->lock, NULL);
+    *out = &device->base;
+    return TB_OK;
+}
+
+static void destroy_streams(const gpu_streams *streams, tb__gpu *gpu) {
+    if (tb__gpu_push(gpu) != TB_OK)
+        return;
+    for (int i = 0; i < NLANES; i++) {
+        if (streams->lanes[i].stream)
+            tb__cuda.cuStreamDestroy(streams->lanes[i].stream);
+    }
+    for (size_t i = 0; i < streams->waiters.count; i++)
+        tb__cuda.cuStreamDestroy(streams->waiters.item[i].stream);
+    tb__gpu_pop();
+}
+
+static void cuda_close(tb__device *base) {
+    cuda_device *device = (cuda_device *)base;
+    for (int i = 0; i < TB__MAX_GPUS; i++) {
+        gpu_streams *streams = device->streams[i];
+        if (!streams)
+            continue;
+        destroy_streams(streams, tb__gpu_if_used(i));
+        free(streams->waiters.item);
+        free(streams);
+    }
+    let_go(device->waker);
+    pthread_mutex_destroy(&device->lock);
+    free(device);
+}
+
+static int cuda_fd(tb__device *device) {
+    return ((cuda_device *)device)->waker->fd;
+}
+
+static const char *cuda_unit_name(tb__device *device, int index) {
+    (void)device;
+    return tb__gpu_unit_name(index);
+}
+
+const tb__device_ops tb__cuda_device_ops = {
+    .name = "cuda",
+    .open = cuda_open,
+    .close = cuda_close,
+    .find = tb__cuda_find,
+    .alloc = tb__cuda_alloc,
+    .free = tb__cuda_free,
+    .unit_name = cuda_unit_name,
+    .share = tb__cuda_share,
+    .map = tb__cuda_map,
+    .unmap = tb__cuda_unmap,
+    .stream_record = cuda_stream_record,
+    .stream_wait = cuda_stream_wait,
+    .gate_create = tb__cuda_gate_create,
+    .gate_open = tb__cuda_gate_open,
+    .prepare = tb__cuda_prepare,
+    .release = tb__cuda_release,
+    .run = cuda_run_job,
+    .checksum = cuda_checksum,
+    .cancel = cuda_cancel,
+    .progress = cuda_progress,
+    .fd = cuda_fd,
+};

@@ -1,0 +1,152 @@
+/* Shared by the files that prepare and launch jobs: job.c, job_box.c, job_matrix.c, job_memory.c, job_launch.c. */
+#ifndef TB_DEVICE_CUDA_JOB_H
+#define TB_DEVICE_CUDA_JOB_H
+
+#include "base/mem.h"
+#include "device/cuda/cuda.h"
+
+#include <sys/queue.h>
+
+/* ---- Blocks of memory (job_memory.c) ----------------------------------------------------------------------------- */
+
+/* Pinned memory, device memory, or as much of both, from a pool: the driver waits for all work of a GPU when it frees
+ * memory. Jobs return blocks to the pool. */
+typedef struct tb__cuda_block {
+    tb__gpu *gpu;
+    size_t nbytes;
+    void *pinned;               /* NULL: device memory only */
+    CUdeviceptr pinned_address; /* for the GPU */
+    CUdeviceptr device;         /* 0: pinned memory only */
+    LIST_ENTRY(tb__cuda_block) link;
+} tb__cuda_block;
+
+enum { TB__CUDA_PINNED = 1, TB__CUDA_DEVICE = 2 };
+
+/* The GPU's context is current. The block has at least so many bytes. */
+tb_status tb__cuda_block_get(tb__gpu *gpu, size_t nbytes, int kinds, tb__cuda_block **out);
+void tb__cuda_block_put(tb__cuda_block *block); /* NULL is allowed. No context need be current */
+
+/* Copies bytes to device memory and waits until they are there, at most some seconds. */
+tb_status tb__cuda_upload(tb__gpu *gpu, CUdeviceptr to, const void *from, size_t nbytes);
+
+/* ---- Places of memory (job_memory.c) ----------------------------------------------------------------------------- */
+
+/* Memory that moves of a job use, as it was found. */
+typedef struct tb__cuda_span {
+    uintptr_t begin, end;
+    int gpu; /* -1: host memory */
+} tb__cuda_span;
+
+typedef struct tb__cuda_spans {
+    TB_VEC(tb__cuda_span) list; /* by address; they do not overlap */
+    size_t last;                /* where the last search ended */
+} tb__cuda_spans;
+
+/* The ordinal of the GPU that the bytes are on, -1 for host memory. */
+tb_status tb__cuda_find_gpu(tb__cuda_spans *spans, tb__device *device, uintptr_t begin, uintptr_t end, int *out);
+
+/* Host memory that a GPU uses. */
+typedef struct tb__cuda_host_range {
+    uintptr_t begin, end;
+    uint32_t gpu; /* of the job's */
+    CUdeviceptr address;
+    tb__cuda_pin *pin;
+} tb__cuda_host_range;
+
+typedef struct tb__cuda_host_ranges {
+    tb__cuda_host_range *item;
+    size_t count, capacity;
+    bool is_pinned; /* sorted, merged, and pinned */
+} tb__cuda_host_ranges;
+
+tb_status tb__cuda_host_add(tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t begin, uintptr_t end);
+tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *const *gpus);
+void tb__cuda_host_fini(tb__cuda_host_ranges *ranges);
+/* The address for a GPU of what may be host memory. *is_host may be NULL. */
+uint64_t tb__cuda_translate(const tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t address, bool *is_host);
+
+/* ---- Jobs (job.c) ------------------------------------------------------------------------------------------------ */
+
+/* What a move has become: items of a kernel, or copies by the copy engine. */
+typedef struct tb__cuda_step {
+    uint32_t first, count;
+    uint16_t kernel; /* TB__CUDA_NKERNELS: the copy engine */
+    uint16_t gpu;    /* of the job's */
+} tb__cuda_step;
+
+/* A move of a quantised tensor, or an amax. Its number is that of its result. */
+typedef struct tb__cuda_quant {
+    uint32_t step;
+    tb__move_kind kind;
+    tb__quant_kind format;
+    int64_t first, columns;
+    const float *scale; /* in host memory; NULL: there is none, or it is on the device */
+    bool needs_scale;
+    float *amax;
+    const char *name;
+} tb__cuda_quant;
+
+/* A copy for the copy engine. */
+typedef struct tb__cuda_transfer {
+    uint64_t src, dst, nbytes;
+    uint32_t flags;
+} tb__cuda_transfer;
+
+/* What a GPU does of a job. */
+typedef struct tb__cuda_part_of_gpu {
+    tb__gpu *gpu;
+    TB_VEC(uint8_t) heap;
+    TB_VEC(uint8_t) items[TB__CUDA_NKERNELS]; /* until they are uploaded */
+    uint32_t nitems[TB__CUDA_NKERNELS];
+    uint64_t offset[TB__CUDA_NKERNELS]; /* of the items in `memory`, which begins with the heap */
+    tb__cuda_block *memory;
+    TB_VEC(tb__cuda_transfer) transfers;
+    TB_VEC(tb__cuda_quant) quants;
+} tb__cuda_part_of_gpu;
+
+typedef struct tb__cuda_job_part {
+    uint32_t number;
+    size_t first;      /* of its steps */
+    uint64_t last_run; /* number of the last run that included it */
+} tb__cuda_job_part;
+
+/* A buffer in host memory that runs have used. */
+typedef struct tb__cuda_buffer {
+    uintptr_t base;
+    uint64_t nbytes;
+    uint32_t gpu;
+    CUdeviceptr address;
+    tb__cuda_pin *pin;
+} tb__cuda_buffer;
+
+struct tb__job {
+    tb__device *device;
+    tb__cuda_part_of_gpu *gpus;
+    size_t ngpus;
+    TB_VEC(tb__cuda_step) steps; /* by part; a move has one or more */
+    tb__cuda_job_part *parts;    /* by number; the last one is a sentinel */
+    size_t nparts;
+    uint64_t nruns;
+    tb__cuda_host_ranges host;
+    uint64_t src_reach, dst_reach; /* bytes that moves use of the buffers of a run */
+    TB_VEC(tb__cuda_buffer) buffers;
+};
+
+/* Makes steps of a move that is checked and not empty. `src` are the addresses of its sources. */
+tb_status tb__cuda_add_copy(tb__job *job, uint32_t gpu, const tb__move *move, const void *const *src); /* job_box.c */
+tb_status tb__cuda_add_matrix(tb__job *job, uint32_t gpu, const tb__move *move, const void *const *src,
+                              bool is_scale_on_device); /* job_matrix.c */
+
+/* Shared by both: bytes of the heap, and tiles of what is there. */
+void *tb__cuda_heap_add(tb__cuda_part_of_gpu *part, size_t nbytes, uint32_t *place); /* NULL: no memory */
+tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t place, uint32_t ntiles);
+tb_status tb__cuda_add_step(tb__job *job, uint32_t gpu, int kernel, uint32_t first, uint32_t count);
+tb__cuda_divisor tb__cuda_divide_by(uint32_t by);
+
+typedef struct tb__cuda_kernel_shape {
+    uint16_t threads, blocks, slots; /* of a block; of an item */
+} tb__cuda_kernel_shape;
+
+extern const tb__cuda_kernel_shape tb__cuda_kernel_shapes[TB__CUDA_NKERNELS];
+
+#endif

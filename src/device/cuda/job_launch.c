@@ -1,0 +1,424 @@
+/* Launches: the chosen parts of a job as kernels and copies on a stream, and what the kernels report. Checksums. */
+#include "device/cuda/job.h"
+
+#include "base/checksum.h"
+#include "base/int.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+enum { WARPS_OF_PIECES = 4 };
+
+struct tb__cuda_launch {
+    tb__gpu *gpu;
+    tb__cuda_block *block;  /* results, then lists of items; of a checksum: sums, then the bytes of the last block */
+    tb__cuda_quant *quants; /* copies of those that were chosen, in their order */
+    uint32_t *results;      /* the number of each one's result */
+    size_t nquants;
+    uint64_t *sum;
+    size_t nbytes; /* of a checksum */
+};
+
+/* ---- Choosing ---------------------------------------------------------------------------------------------------- */
+
+typedef struct item_range {
+    uint32_t first, count;
+} item_range;
+
+typedef struct item_ranges {
+    item_range *item;
+    size_t count, capacity;
+    uint32_t nitems;
+} item_ranges;
+
+/* What a launch takes of a job on one GPU. */
+typedef struct selection {
+    tb__job *job;
+    size_t gpu;
+    item_ranges kernels[TB__CUDA_NKERNELS + 1]; /* the last ones are those of the copy engine */
+    size_t nquants;
+} selection;
+
+static void free_selection(selection *s) {
+    for (int k = 0; k <= TB__CUDA_NKERNELS; k++)
+        free(s->kernels[k].item);
+}
+
+static tb_status add_range(item_ranges *ranges, uint32_t first, uint32_t count) {
+    item_range *last = ranges->count ? &ranges->item[ranges->count - 1] : NULL;
+    if (count == 0)
+        return TB_OK;
+    ranges->nitems += count;
+    if (last && last->first + last->count == first) {
+        last->count += count;
+        return TB_OK;
+    }
+    return tb__vec_push(ranges, (item_range){first, count}) ? TB_OK : TB_NO_MEMORY;
+}
+
+/* The first move of a quantised tensor whose step is this one or a later one. */
+static size_t find_quant(const tb__cuda_part_of_gpu *part, size_t step) {
+    size_t i = 0;
+    TB_BISECT(i, part->quants.count, part->quants.item[i].step >= step);
+    return i;
+}
+
+static tb_status choose_steps(selection *s, size_t first, size_t last) {
+    const tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
+    for (size_t i = first; i < last; i++) {
+        const tb__cuda_step *step = &s->job->steps.item[i];
+        if (step->gpu == s->gpu)
+            TB_TRY(add_range(&s->kernels[step->kernel], step->first, step->count));
+    }
+    s->nquants += find_quant(part, last) - find_quant(part, first);
+    return TB_OK;
+}
+
+static tb_status choose_all(selection *s) {
+    const tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
+    for (int k = 0; k < TB__CUDA_NKERNELS; k++)
+        TB_TRY(add_range(&s->kernels[k], 0, part->nitems[k]));
+    s->nquants = part->quants.count;
+    return add_range(&s->kernels[TB__CUDA_NKERNELS], 0, (uint32_t)part->transfers.count);
+}
+
+static tb__cuda_job_part *find_part(const tb__job *job, uint32_t number) {
+    size_t i = 0;
+    TB_BISECT(i, job->nparts, job->parts[i].number >= number);
+    return i < job->nparts && job->parts[i].number == number ? &job->parts[i] : NULL;
+}
+
+tb_status tb__cuda_check_parts(tb__job *job, const tb__run *run) {
+    job->nruns++;
+    for (size_t i = 0; run->parts && i < run->nparts; i++) {
+        tb__cuda_job_part *p = find_part(job, run->parts[i]);
+        if (!p)
+            continue;
+        if (p->last_run == job->nruns)
+            return tb__fail(TB_INVALID, "part %" PRIu32 " of a job is listed twice in one run", p->number);
+        p->last_run = job->nruns;
+    }
+    return TB_OK;
+}
+
+static tb_status choose_items(selection *s, const tb__run *run) {
+    TB_TRY(tb__cuda_check_parts(s->job, run));
+    if (!run->parts)
+        return choose_all(s);
+    for (size_t i = 0; i < run->nparts; i++) {
+        const tb__cuda_job_part *p = find_part(s->job, run->parts[i]);
+        if (p)
+            TB_TRY(choose_steps(s, p->first, p[1].first));
+    }
+    return TB_OK;
+}
+
+/* ---- What travels to the GPU and back ---------------------------------------------------------------------------- */
+
+static int compare_quants(const void *a, const void *b) {
+    const uint32_t *x = a, *y = b;
+    return (*x > *y) - (*x < *y);
+}
+
+/* Copies the chosen moves of quantised tensors, so that the job may be released when the launch is finished late. */
+static tb_status list_quants(tb__cuda_launch *launch, const selection *s, const tb__run *run) {
+    const tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
+    size_t nparts = run->parts ? run->nparts : 1;
+    if (s->nquants == 0)
+        return TB_OK;
+    launch->results = tb__malloc(s->nquants, sizeof *launch->results);
+    launch->quants = tb__malloc(s->nquants, sizeof *launch->quants);
+    if (!launch->results || !launch->quants)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < nparts; i++) {
+        const tb__cuda_job_part *p = run->parts ? find_part(s->job, run->parts[i]) : NULL;
+        size_t first = 0, last = run->parts ? 0 : part->quants.count;
+        if (p) {
+            first = find_quant(part, p->first);
+            last = find_quant(part, p[1].first);
+        }
+        for (size_t q = first; q < last; q++)
+            launch->results[launch->nquants++] = (uint32_t)q;
+    }
+    qsort(launch->results, launch->nquants, sizeof *launch->results, compare_quants);
+    for (size_t i = 0; i < launch->nquants; i++)
+        launch->quants[i] = part->quants.item[launch->results[i]];
+    return TB_OK;
+}
+
+static tb_status name_failure(tb_status status, const tb__cuda_quant *q) {
+    return status != TB_OK && q->name ? tb__fail_within(status, "tensor '%.100s'", q->name) : status;
+}
+
+static tb_status fail_scale(const tb__cuda_quant *q, float scale) {
+    tb_status status = tb__fail(TB_INVALID, "the scale of a %s tensor is %g; it must be positive and finite",
+                                tb__quant_name(q->format), (double)scale);
+    return name_failure(status, q);
+}
+
+/* Scales are read here, when the run begins. */
+static tb_status reset_results(tb__cuda_result *results, const tb__cuda_launch *launch) {
+    for (size_t i = 0; i < launch->nquants; i++) {
+        const tb__cuda_quant *q = &launch->quants[i];
+        tb__cuda_result *r = &results[launch->results[i]];
+        *r = (tb__cuda_result){.bad = UINT64_MAX};
+        if (!q->needs_scale)
+            continue;
+        r->scale = q->scale ? *q->scale : 0;
+        if (!(r->scale > 0 && isfinite(r->scale)))
+            return fail_scale(q, r->scale);
+    }
+    return TB_OK;
+}
+
+static void write_list(uint32_t *list, const item_ranges *ranges) {
+    for (size_t i = 0; i < ranges->count; i++) {
+        for (uint32_t k = 0; k < ranges->item[i].count; k++)
+            *list++ = ranges->item[i].first + k;
+    }
+}
+
+static bool needs_list(const item_ranges *ranges) {
+    return ranges->count > TB__CUDA_RANGES;
+}
+
+/* Fills the block: results, then lists. */
+static tb_status fill_block(tb__cuda_launch *launch, const selection *s, size_t results_nbytes, size_t nbytes) {
+    if (nbytes == 0)
+        return TB_OK;
+    TB_TRY(tb__cuda_block_get(launch->gpu, nbytes, TB__CUDA_PINNED | TB__CUDA_DEVICE, &launch->block));
+    TB_TRY(reset_results(launch->block->pinned, launch));
+    uint32_t *list = (uint32_t *)((char *)launch->block->pinned + results_nbytes);
+    for (int k = 0; k < TB__CUDA_NKERNELS; k++) {
+        if (needs_list(&s->kernels[k])) {
+            write_list(list, &s->kernels[k]);
+            list += s->kernels[k].nitems;
+        }
+    }
+    return TB_OK;
+}
+
+/* The address of a run's buffer for the GPU. Those in host memory stay pinned until the job is released. */
+static tb_status find_buffer(tb__job *job, size_t gpu, void *buffer, uint64_t reach, uint64_t *out) {
+    tb__memory memory;
+    *out = (uintptr_t)buffer;
+    if (!buffer || reach == 0)
+        return TB_OK;
+    for (size_t i = 0; i < job->buffers.count; i++) {
+        const tb__cuda_buffer *b = &job->buffers.item[i];
+        if (b->base == (uintptr_t)buffer && b->gpu == gpu && b->nbytes >= reach) {
+            *out = b->address;
+            return TB_OK;
+        }
+    }
+    if (tb__cuda_find(job->device, buffer, 1, &memory))
+        return TB_OK;
+    tb__cuda_buffer b = {.base = (uintptr_t)buffer, .gpu = (uint32_t)gpu, .nbytes = reach};
+    if (!tb__vec_reserve(&job->buffers, 1))
+        return TB_NO_MEMORY;
+    TB_TRY(tb__cuda_pin_host(job->gpus[gpu].gpu, buffer, reach, &b.pin, &b.address));
+    job->buffers.item[job->buffers.count++] = b;
+    *out = b.address;
+    return TB_OK;
+}
+
+/* ---- Submitting -------------------------------------------------------------------------------------------------- */
+
+static tb_status launch_kernel(tb__gpu *gpu, int kernel, tb__cuda_args *args, CUstream stream) {
+    const tb__cuda_kernel_shape *shape = &tb__cuda_kernel_shapes[kernel];
+    uint32_t per_block = 1;
+    if (kernel == TB__CUDA_copy_pieces)
+        per_block = WARPS_OF_PIECES * TB__CUDA_WARP_PIECES;
+    else if (kernel == TB__CUDA_copy_shifted_pieces)
+        per_block = WARPS_OF_PIECES;
+    uint32_t grid = (args->nitems + per_block - 1) / per_block * shape->blocks;
+    void *params[] = {args};
+    CUresult result =
+        tb__cuda.cuLaunchKernel(gpu->kernels[kernel], grid, 1, 1, shape->threads, 1, 1, 0, stream, params, NULL);
+    return result == CUDA_SUCCESS ? TB_OK
+                                  : tb__cuda_fail(result, "kernel %s on %s", tb__cuda_kernel_names[kernel], gpu->unit);
+}
+
+static tb_status submit_kernel(const selection *s, int kernel, tb__cuda_args *args, CUdeviceptr *list,
+                               CUstream stream) {
+    const tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
+    const item_ranges *ranges = &s->kernels[kernel];
+    args->items = part->memory->device + part->offset[kernel];
+    args->nitems = ranges->nitems;
+    args->list = 0;
+    args->nranges = 0;
+    if (needs_list(ranges)) {
+        args->list = *list;
+        *list += ranges->nitems * sizeof(uint32_t);
+    }
+    for (size_t i = 0, begin = 0; !args->list && i < ranges->count; begin += ranges->item[i++].count)
+        args->ranges[args->nranges++] = (tb__cuda_range){ranges->item[i].first, (uint32_t)begin};
+    return launch_kernel(part->gpu, kernel, args, stream);
+}
+
+static tb_status submit_transfers(const selection *s, CUstream stream) {
+    const tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
+    const item_ranges *ranges = &s->kernels[TB__CUDA_NKERNELS];
+    for (size_t i = 0; i < ranges->count; i++) {
+        for (uint32_t k = 0; k < ranges->item[i].count; k++) {
+            const tb__cuda_transfer *t = &part->transfers.item[ranges->item[i].first + k];
+            CUresult result = tb__cuda.cuMemcpyAsync(t->dst, t->src, t->nbytes, stream);
+            if (result != CUDA_SUCCESS)
+                return tb__cuda_fail(result, "cuMemcpyAsync of %" PRIu64 " bytes on %s", t->nbytes, part->gpu->unit);
+        }
+    }
+    return TB_OK;
+}
+
+static tb_status submit(const tb__cuda_launch *launch, const selection *s, tb__cuda_args *args, size_t results_nbytes,
+                        size_t nbytes, CUstream stream) {
+    tb__cuda_block *block = launch->block;
+    CUresult result = CUDA_SUCCESS;
+    CUdeviceptr list = 0;
+    if (block) {
+        result = tb__cuda.cuMemcpyHtoDAsync(block->device, block->pinned, nbytes, stream);
+        args->results = block->device;
+        list = block->device + results_nbytes;
+    }
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "cuMemcpyHtoDAsync of %zu bytes to %s", nbytes, launch->gpu->unit);
+    TB_TRY(submit_transfers(s, stream));
+    for (int k = 0; k < TB__CUDA_NKERNELS; k++) {
+        if (s->kernels[k].nitems)
+            TB_TRY(submit_kernel(s, k, args, &list, stream));
+    }
+    if (launch->nquants)
+        result = tb__cuda.cuMemcpyAsync((uintptr_t)block->pinned, block->device, results_nbytes, stream);
+    return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "reading results of %s", launch->gpu->unit);
+}
+
+/* What can fail for want of memory comes before anything is submitted. */
+static tb_status launch_selection(tb__cuda_launch *launch, selection *s, const tb__run *run, CUstream stream,
+                                  bool *is_submitted) {
+    tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
+    tb__cuda_args args = {.heap = part->memory ? part->memory->device : 0};
+    TB_TRY(choose_items(s, run));
+    TB_TRY(list_quants(launch, s, run));
+    TB_TRY(find_buffer(s->job, s->gpu, run->src_buffer, s->job->src_reach, &args.src_buffer));
+    TB_TRY(find_buffer(s->job, s->gpu, run->dst_buffer, s->job->dst_reach, &args.dst_buffer));
+    size_t results_nbytes = launch->nquants ? part->quants.count * sizeof(tb__cuda_result) : 0, nbytes = results_nbytes;
+    for (int k = 0; k < TB__CUDA_NKERNELS; k++)
+        nbytes += needs_list(&s->kernels[k]) ? s->kernels[k].nitems * sizeof(uint32_t) : 0;
+    TB_TRY(fill_block(launch, s, results_nbytes, nbytes));
+    *is_submitted = true;
+    return submit(launch, s, &args, results_nbytes, nbytes, stream);
+}
+
+static void free_launch(tb__cuda_launch *launch) {
+    tb__cuda_block_put(launch->block);
+    free(launch->quants);
+    free(launch->results);
+    free(launch);
+}
+
+tb_status tb__cuda_launch_job(tb__job *job, size_t i, const tb__run *run, CUstream stream, tb__cuda_launch **out) {
+    tb__cuda_launch *launch = tb__calloc(1, sizeof *launch);
+    selection s = {.job = job, .gpu = i};
+    bool is_submitted = false;
+    if (!launch)
+        return TB_NO_MEMORY;
+    launch->gpu = job->gpus[i].gpu;
+    tb_status status = launch_selection(launch, &s, run, stream, &is_submitted);
+    free_selection(&s);
+    if (status != TB_OK) {
+        if (is_submitted)
+            launch->block = NULL; /* what was submitted may still use it */
+        free_launch(launch);
+        return status;
+    }
+    *out = launch;
+    return TB_OK;
+}
+
+/* ---- Results ----------------------------------------------------------------------------------------------------- */
+
+static tb_status take_result(const tb__cuda_quant *q, const tb__cuda_result *r) {
+    float value;
+    if (r->has_bad_scale) {
+        memcpy(&value, &r->bad_scale, sizeof value);
+        return fail_scale(q, value);
+    }
+    if (r->bad != UINT64_MAX) {
+        tb_status status = tb__fail(TB_INVALID, "the element at row %" PRId64 ", column %" PRId64 " is not finite",
+                                    q->first + (int64_t)r->bad / q->columns, (int64_t)r->bad % q->columns);
+        return name_failure(status, q);
+    }
+    memcpy(&value, &r->amax, sizeof value);
+    if (q->kind == TB__MOVE_AMAX && value > *q->amax)
+        *q->amax = value;
+    return TB_OK;
+}
+
+static void take_sum(const tb__cuda_launch *launch) {
+    uint64_t *sums = launch->block->pinned;
+    size_t whole = launch->nbytes / TB__CHECKSUM_BLOCK, rest = launch->nbytes % TB__CHECKSUM_BLOCK;
+    if (rest)
+        sums[whole] = tb__checksum_block(sums + whole + 1, rest);
+    *launch->sum = tb__checksum_block(sums, tb__checksum_nblocks(launch->nbytes) * sizeof *sums);
+}
+
+tb_status tb__cuda_launch_finish(tb__cuda_launch *launch) {
+    tb_status status = TB_OK;
+    const tb__cuda_result *results = launch->block ? launch->block->pinned : NULL;
+    for (size_t i = 0; i < launch->nquants && status == TB_OK; i++)
+        status = take_result(&launch->quants[i], &results[launch->results[i]]);
+    if (launch->sum)
+        take_sum(launch);
+    free_launch(launch);
+    return status;
+}
+
+void tb__cuda_launch_discard(tb__cuda_launch *launch) {
+    if (launch)
+        free_launch(launch);
+}
+
+/* ---- Checksums --------------------------------------------------------------------------------------------------- */
+
+/* Kernels sum whole blocks, and write to pinned memory; the bytes of the last one, if it is shorter, are copied. */
+static tb_status submit_checksum(const tb__cuda_launch *launch, const void *address, CUstream stream) {
+    size_t whole = launch->nbytes / TB__CHECKSUM_BLOCK, rest = launch->nbytes % TB__CHECKSUM_BLOCK;
+    tb__cuda_args args = {
+        .items = (uintptr_t)address, .results = launch->block->pinned_address, .nitems = (uint32_t)whole};
+    if (whole)
+        TB_TRY(launch_kernel(launch->gpu, TB__CUDA_checksum, &args, stream));
+    if (rest == 0)
+        return TB_OK;
+    CUdeviceptr to = (uintptr_t)launch->block->pinned + (whole + 1) * sizeof(uint64_t);
+    CUresult result = tb__cuda.cuMemcpyAsync(to, (uintptr_t)address + whole * TB__CHECKSUM_BLOCK, rest, stream);
+    return result == CUDA_SUCCESS
+               ? TB_OK
+               : tb__cuda_fail(result, "cuMemcpyAsync of %zu bytes from %s", rest, launch->gpu->unit);
+}
+
+tb_status tb__cuda_launch_checksum(tb__gpu *gpu, const void *address, size_t nbytes, uint64_t *sum, CUstream stream,
+                                   tb__cuda_launch **out) {
+    if (nbytes / TB__CHECKSUM_BLOCK > INT32_MAX)
+        return tb__fail(TB_REFUSED, "a checksum of %zu bytes", nbytes);
+    tb__cuda_launch *launch = tb__calloc(1, sizeof *launch);
+    if (!launch)
+        return TB_NO_MEMORY;
+    launch->gpu = gpu;
+    launch->sum = sum;
+    launch->nbytes = nbytes;
+    size_t need = (tb__checksum_nblocks(nbytes) + 1) * sizeof(uint64_t) + nbytes % TB__CHECKSUM_BLOCK;
+    tb_status status = tb__cuda_block_get(gpu, need, TB__CUDA_PINNED, &launch->block);
+    if (status != TB_OK) {
+        free_launch(launch);
+        return status;
+    }
+    status = submit_checksum(launch, address, stream);
+    if (status != TB_OK) {
+        launch->block = NULL; /* what was submitted may still use it */
+        free_launch(launch);
+        return status;
+    }
+    *out = launch;
+    return TB_OK;
+}

@@ -1,0 +1,323 @@
+/* Casts and reductions of rows that are contiguous on all sides; and of elements wherever they are. */
+#pragma once
+
+#include "number.cuh"
+
+/* What a thread does at a time: SS and DS are the bytes of an element of the source and of the destination. */
+template <int SS, int DS> struct slot_of {
+    enum { N = 16 / (SS > DS ? SS : DS), SRC_WORDS = N * SS / 4, DST_WORDS = N * DS / 4 };
+};
+
+/* N elements of a row, of which n exist. The others, and those of an empty row, are zero. */
+template <int SS, int N> INLINE void load_slot(const char *from, int64_t n, bool is_aligned, uint32_t *w) {
+    words<N * SS / 4> v;
+    if (is_aligned && n >= N) {
+        v = load_words<N * SS / 4>(from);
+    } else {
+        uint4 some = load_bytes(from, n < N ? (int)n * SS : N * SS);
+        uint32_t four[4] = {some.x, some.y, some.z, some.w};
+#pragma unroll
+        for (int i = 0; i < N * SS / 4; i++)
+            v.w[i] = four[i];
+    }
+#pragma unroll
+    for (int i = 0; i < N * SS / 4; i++)
+        w[i] = v.w[i];
+}
+
+template <int DS, int N> INLINE void store_slot(char *to, int64_t n, bool is_aligned, const uint32_t *w) {
+    enum { W = N * DS / 4 };
+    if (is_aligned && n >= N) {
+        words<W> v;
+#pragma unroll
+        for (int i = 0; i < W; i++)
+            v.w[i] = w[i];
+        store_words<W>(to, v);
+    } else {
+        store_bytes(to,
+                    make_uint4(w[0], W > 1 ? w[W > 1] : 0, W > 2 ? w[W > 2 ? 2 : 0] : 0, W > 3 ? w[W > 3 ? 3 : 0] : 0),
+                    n < N ? (int)n * DS : N * DS);
+    }
+}
+
+template <int SS, int DS, int TILE> INLINE void cast_tile(args_ref a) {
+    enum {
+        N = slot_of<SS, DS>::N,
+        STEP = TILE / 128,
+        SW = slot_of<SS, DS>::SRC_WORDS,
+        DW = slot_of<SS, DS>::DST_WORDS
+    };
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t nslots = box->nslots, first = tile.tile * TILE + threadIdx.x;
+    uint32_t src_dtype = box->src_dtype, wire_dtype = box->wire_dtype, dst_dtype = box->dst_dtype;
+    const tb__cuda_divisor per_row = box->per_row;
+    bool src_aligned = is_src_aligned(a, box->flags), dst_aligned = is_dst_aligned(a, box->flags);
+    bool has_wire = box->has_wire;
+    int64_t run = box->run;
+    uint32_t in[STEP][SW];
+    char *to[STEP];
+    int64_t left[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t slot = first + 128 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
+        left[i] = 0;
+        if (slot < nslots) {
+            places at = find_row(a, box, row);
+            to[i] = at.dst + (uint64_t)j * (N * DS);
+            left[i] = run - (int64_t)j * N;
+            load_slot<SS, N>(at.src + (uint64_t)j * (N * SS), left[i], src_aligned, in[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        float x[N];
+        uint32_t out[DW];
+        if (left[i] <= 0)
+            continue;
+        widen<SS, N>(src_dtype, in[i], x);
+        if (has_nan<N>(x)) {
+            uint32_t bits[N];
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                bits[k] = widen_exactly(src_dtype, get_element<SS>(in[i], k));
+            finish_exactly<DS, N>(box, bits, out);
+        } else {
+            if (has_wire)
+                round_through<N>(wire_dtype, x);
+            narrow<DS, N>(dst_dtype, x, out);
+        }
+        store_slot<DS, N>(to[i], left[i], dst_aligned, out);
+    }
+}
+
+#define CAST(SS, DS, TILE)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(128) tb__cast_##SS##_##DS(const __grid_constant__ tb__cuda_args a) {  \
+        cast_tile<SS, DS, TILE>(a);                                                                                    \
+    }
+CAST(1, 1, 512)
+CAST(1, 2, 1024)
+CAST(1, 4, 1024)
+CAST(2, 1, 512)
+CAST(2, 2, 512)
+CAST(2, 4, 1024)
+CAST(4, 1, 512)
+CAST(4, 2, 512)
+CAST(4, 4, 512)
+
+/* ---- Reductions -------------------------------------------------------------------------------------------------- */
+
+/* min and max keep the accumulator where the two are equal, and NaN from either side. */
+template <class T> INLINE T apply(uint32_t op, T a, T b) {
+    switch (op) {
+    case TB_MIN:
+        return b < a || b != b ? b : a;
+    case TB_MAX:
+        return b > a || b != b ? b : a;
+    case TB_PRODUCT:
+        return a * b;
+    default:
+        return a + b;
+    }
+}
+
+template <int N> INLINE void apply_all(uint32_t op, float *acc, const float *x) {
+    switch (op) { /* once for all elements */
+    case TB_MIN:
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            acc[i] = apply(TB_MIN, acc[i], x[i]);
+        return;
+    case TB_MAX:
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            acc[i] = apply(TB_MAX, acc[i], x[i]);
+        return;
+    case TB_PRODUCT:
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            acc[i] *= x[i];
+        return;
+    default:
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            acc[i] += x[i];
+    }
+}
+
+template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
+    enum { N = slot_of<SS, DS>::N, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS };
+    enum { STEP = 2, AT_ONCE = 4 }; /* slots of a thread, and sources that are loaded before they are combined */
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t nslots = box->nslots, nsrc = box->nsrc, op = box->op, src_dtype = box->src_dtype;
+    const tb__cuda_divisor per_row = box->per_row;
+    bool src_aligned = is_src_aligned(a, box->flags), dst_aligned = is_dst_aligned(a, box->flags);
+    uint32_t row[STEP], j[STEP];
+    char *to[STEP];
+    int64_t left[STEP];
+    float acc[STEP][N];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t slot = tile.tile * 256 + threadIdx.x + 128 * i;
+        row[i] = divide(slot, per_row);
+        j[i] = slot - row[i] * per_row.by;
+        left[i] = slot < nslots ? box->run - (int64_t)j[i] * N : 0;
+    }
+    for (uint32_t k = 0; k < nsrc; k += AT_ONCE) {
+        uint32_t in[AT_ONCE][STEP][SW];
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) {
+#pragma unroll
+            for (int i = 0; i < STEP; i++) {
+                if (k + s >= nsrc || left[i] <= 0)
+                    continue;
+                const char *from;
+                if (k + s == 0) {
+                    places at = find_row(a, box, row[i]);
+                    from = at.src;
+                    to[i] = at.dst;
+                } else {
+                    from = find_source_row(a, box, k + s, row[i]);
+                }
+                load_slot<SS, N>(from + (uint64_t)j[i] * (N * SS), left[i], src_aligned, in[s][i]);
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) {
+#pragma unroll
+            for (int i = 0; i < STEP; i++) {
+                if (k + s >= nsrc || left[i] <= 0)
+                    continue;
+                float x[N];
+                widen<SS, N>(src_dtype, in[s][i], x);
+                if (k + s == 0) {
+#pragma unroll
+                    for (int e = 0; e < N; e++)
+                        acc[i][e] = x[e];
+                } else {
+                    apply_all<N>(op, acc[i], x);
+                }
+            }
+        }
+    }
+    float divisor = box->divisor;
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t out[DW];
+        if (left[i] <= 0)
+            continue;
+        if (divisor > 0) {
+#pragma unroll
+            for (int e = 0; e < N; e++)
+                acc[i][e] = __fdiv_rn(acc[i][e], divisor);
+        }
+        if (has_nan<N>(acc[i])) {
+            uint32_t bits[N];
+#pragma unroll
+            for (int e = 0; e < N; e++)
+                bits[e] = acc[i][e] == acc[i][e] ? bits_of(acc[i][e]) : F32_NAN;
+            finish_exactly<DS, N>(box, bits, out);
+        } else {
+            if (box->has_wire)
+                round_through<N>(box->wire_dtype, acc[i]);
+            narrow<DS, N>(box->dst_dtype, acc[i], out);
+        }
+        store_slot<DS, N>(to[i] + (uint64_t)j[i] * (N * DS), left[i], dst_aligned, out);
+    }
+}
+
+#define REDUCE(SS, DS)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(128)                                                                  \
+        tb__reduce_##SS##_##DS(const __grid_constant__ tb__cuda_args a) {                                              \
+        reduce_tile<SS, DS>(a);                                                                                        \
+    }
+REDUCE(2, 2)
+REDUCE(2, 4)
+REDUCE(4, 2)
+REDUCE(4, 4)
+
+/* ---- Anything ---------------------------------------------------------------------------------------------------- */
+
+INLINE uint32_t size_of_dtype(uint32_t dtype) {
+    switch (dtype) {
+    case TB_U64:
+    case TB_I64:
+    case TB_F64:
+        return 8;
+    case TB_U32:
+    case TB_I32:
+    case TB_F32:
+        return 4;
+    case TB_U16:
+    case TB_I16:
+    case TB_F16:
+    case TB_BF16:
+        return 2;
+    default:
+        return 1;
+    }
+}
+
+/* Sums and products wrap, so that unsigned arithmetic of 64 bits serves all. */
+INLINE uint64_t apply_integer(uint32_t dtype, uint32_t op, uint64_t a, uint64_t b) {
+    if (op != TB_MIN && op != TB_MAX)
+        return op == TB_PRODUCT ? a * b : a + b;
+    uint32_t shift = 64 - 8 * size_of_dtype(dtype);
+    bool is_signed = dtype == TB_I8 || dtype == TB_I16 || dtype == TB_I32 || dtype == TB_I64;
+    bool is_less = is_signed ? (int64_t)(b << shift) < (int64_t)(a << shift) : b << shift < a << shift;
+    bool is_more = is_signed ? (int64_t)(b << shift) > (int64_t)(a << shift) : b << shift > a << shift;
+    return (op == TB_MIN ? is_less : is_more) ? b : a;
+}
+
+INLINE bool is_narrow_float(uint32_t dtype) {
+    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
+}
+
+/* All sources of one element, in their order. */
+INLINE uint64_t reduce_element(args_ref a, const tb__cuda_box *box, uint32_t row, int64_t at, uint32_t size) {
+    uint32_t dtype = box->src_dtype, op = box->op;
+    const char *from = find_row(a, box, row).src + at;
+    uint64_t x = load_element(from, size);
+    bool is_reduced = box->nsrc > 1 || box->divisor > 0;
+    if (is_narrow_float(dtype)) {
+        uint32_t bits = widen_exactly(dtype, (uint32_t)x);
+        float acc = float_of(bits);
+        for (uint32_t k = 1; k < box->nsrc; k++) {
+            uint64_t y = load_element(find_source_row(a, box, k, row) + at, size);
+            acc = apply(op, acc, float_of(widen_exactly(dtype, (uint32_t)y)));
+        }
+        if (box->divisor > 0)
+            acc = __fdiv_rn(acc, box->divisor);
+        if (is_reduced)
+            bits = acc == acc ? bits_of(acc) : F32_NAN;
+        return finish_element(box, bits);
+    }
+    if (dtype == TB_F64) {
+        double acc = __longlong_as_double((int64_t)x);
+        for (uint32_t k = 1; k < box->nsrc; k++) {
+            uint64_t y = load_element(find_source_row(a, box, k, row) + at, size);
+            acc = apply(op, acc, __longlong_as_double((int64_t)y));
+        }
+        if (box->double_divisor > 0)
+            acc = acc / box->double_divisor;
+        return acc == acc ? (uint64_t)__double_as_longlong(acc) : 0x7ff8000000000000ULL;
+    }
+    for (uint32_t k = 1; k < box->nsrc; k++)
+        x = apply_integer(dtype, op, x, load_element(find_source_row(a, box, k, row) + at, size));
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(256) tb__number_any(const __grid_constant__ tb__cuda_args a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t src_size = size_of_dtype(box->src_dtype), dst_size = size_of_dtype(box->dst_dtype);
+    for (uint32_t i = 0; i < 4; i++) {
+        uint32_t slot = tile.tile * 1024 + i * 256 + threadIdx.x;
+        if (slot >= box->nslots)
+            return;
+        uint32_t row = divide(slot, box->per_row), j = slot - row * box->per_row.by;
+        uint64_t x = reduce_element(a, box, row, (int64_t)j * src_size, src_size);
+        store_element(find_row(a, box, row).dst + (int64_t)j * dst_size, x, dst_size);
+    }
+}

@@ -1,0 +1,240 @@
+/* Plain copies and zeros: contiguous pieces, rows, and elements with gaps. */
+#pragma once
+
+#include "access.cuh"
+
+/* Slot j of a row that is aligned in any way: the j-th aligned 16 bytes of the destination, or what the row has of
+ * them. First both aligned loads that the bytes are in; a slot at an end of the row is left for the second step. */
+struct shifted_slot {
+    uint4 a, b;
+    bool is_whole;
+};
+
+INLINE shifted_slot load_shifted(places row, int64_t run, uint32_t j, bool is_zero) {
+    char *at = (char *)((uint64_t)row.dst & ~(uint64_t)15) + 16 * (uint64_t)j;
+    const char *from = row.src + (at - row.dst);
+    uint32_t shift = (uint32_t)(uint64_t)from & 15;
+    shifted_slot s;
+    s.is_whole = at >= row.dst && at + 16 <= row.dst + run && from - shift + (shift ? 32 : 16) <= row.src + run;
+    s.a = s.b = make_uint4(0, 0, 0, 0);
+    if (s.is_whole && !is_zero) {
+        s.a = *(const uint4 *)(from - shift);
+        if (shift)
+            s.b = *(const uint4 *)(from - shift + 16);
+    }
+    return s;
+}
+
+INLINE void store_shifted(const shifted_slot &s, places row, int64_t run, uint32_t j, bool is_zero) {
+    char *at = (char *)((uint64_t)row.dst & ~(uint64_t)15) + 16 * (uint64_t)j;
+    const char *from = row.src + (at - row.dst);
+    if (s.is_whole) {
+        __stcs((uint4 *)at, is_zero ? make_uint4(0, 0, 0, 0) : join(s.a, s.b, (uint32_t)(uint64_t)from & 15));
+        return;
+    }
+    int64_t low = row.dst - at, high = row.dst + run - at;
+    if (high <= 0)
+        return;
+    uint4 v = is_zero ? make_uint4(0, 0, 0, 0) : load_window(from, row.src, row.src + run);
+    store_some(at, v, low > 0 ? (int)low : 0, high < 16 ? (int)high : 16);
+}
+
+/* ---- Pieces ------------------------------------------------------------------------------------------------------ */
+
+struct piece_ends {
+    places at;
+    uint32_t nbytes;
+    bool is_zero, is_aligned;
+};
+
+INLINE piece_ends load_piece(args_ref a, uint32_t i) {
+    piece_ends p = {{nullptr, nullptr}, 0, false, false};
+    if (i >= a.nitems)
+        return p;
+    const uint4 *from = (const uint4 *)a.items + 2 * (uint64_t)find_item(a, i);
+    uint4 x = from[0], y = from[1];
+    p.at.src = (const char *)(((uint64_t)x.y << 32 | x.x) + src_base(a, y.y));
+    p.at.dst = (char *)(((uint64_t)x.w << 32 | x.z) + dst_base(a, y.y));
+    p.nbytes = y.x;
+    p.is_zero = y.y & TB__CUDA_ZERO;
+    p.is_aligned = (((uint64_t)p.at.src | (uint64_t)p.at.dst | p.nbytes) & 15) == 0;
+    return p;
+}
+
+/* Pieces that are aligned; those that are so but for the run's buffer go byte by byte. */
+extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __grid_constant__ tb__cuda_args a) {
+    enum { STEP = 2, G = TB__CUDA_WARP_PIECES };
+    uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * 4 + threadIdx.x / 32) * G, most = 0;
+    piece_ends p[G];
+#pragma unroll
+    for (int g = 0; g < G; g++)
+        p[g] = load_piece(a, first + g);
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        if (!p[g].is_aligned) {
+            for (uint32_t at = lane; at < p[g].nbytes; at += 32)
+                p[g].at.dst[at] = p[g].is_zero ? 0 : p[g].at.src[at];
+            p[g].nbytes = 0;
+        }
+        most = most > p[g].nbytes ? most : p[g].nbytes;
+    }
+    for (uint32_t at = lane * 16; at < most; at += STEP * 512) {
+        uint4 v[G][STEP];
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+#pragma unroll
+            for (int i = 0; i < STEP; i++) {
+                v[g][i] = make_uint4(0, 0, 0, 0);
+                if (at + 512 * i < p[g].nbytes && !p[g].is_zero)
+                    v[g][i] = __ldcs((const uint4 *)(p[g].at.src + at + 512 * i));
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+#pragma unroll
+            for (int i = 0; i < STEP; i++) {
+                if (at + 512 * i < p[g].nbytes)
+                    __stcs((uint4 *)(p[g].at.dst + at + 512 * i), v[g][i]);
+            }
+        }
+    }
+}
+
+/* Pieces that are aligned in any way, a warp each. */
+extern "C" __global__ void __launch_bounds__(128) tb__copy_shifted_pieces(const __grid_constant__ tb__cuda_args a) {
+    enum { STEP = 2 };
+    piece_ends p = load_piece(a, blockIdx.x * 4 + threadIdx.x / 32);
+    if (p.is_zero)
+        p.at.src = p.at.dst; /* not read; so that all slots inside are whole ones */
+    uint32_t nslots = p.nbytes ? (p.nbytes + 14) / 16 + 1 : 0;
+    for (uint32_t j = threadIdx.x % 32; j < nslots; j += 32 * STEP) {
+        shifted_slot s[STEP];
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            if (j + 32 * i < nslots)
+                s[i] = load_shifted(p.at, p.nbytes, j + 32 * i, p.is_zero);
+        }
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            if (j + 32 * i < nslots)
+                store_shifted(s[i], p.at, p.nbytes, j + 32 * i, p.is_zero);
+        }
+    }
+}
+
+/* ---- Rows -------------------------------------------------------------------------------------------------------- */
+
+/* Tiles have 256 slots, for 64 threads. */
+
+/* Of rows that are aligned in different ways. */
+INLINE void copy_shifted_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
+    enum { STEP = 4 };
+    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x, j[STEP];
+    const tb__cuda_divisor per_row = box->per_row;
+    bool is_zero = box->flags & TB__CUDA_ZERO;
+    int64_t run = box->run;
+    shifted_slot s[STEP];
+    places at[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t slot = first + 64 * i, row = divide(slot, per_row);
+        j[i] = slot - row * per_row.by;
+        if (slot < nslots) {
+            at[i] = find_row(a, box, row);
+            if (is_zero)
+                at[i].src = at[i].dst;
+            s[i] = load_shifted(at[i], run, j[i], is_zero);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        if (first + 64 * i < nslots)
+            store_shifted(s[i], at[i], run, j[i], is_zero);
+    }
+}
+
+/* Of rows that are aligned; where the run's buffer is not, slots go byte by byte. */
+INLINE void copy_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
+    enum { STEP = 4 };
+    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x;
+    const tb__cuda_divisor per_row = box->per_row;
+    bool is_zero = box->flags & TB__CUDA_ZERO;
+    uint4 v[STEP];
+    char *to[STEP];
+    if (((src_base(a, box->flags) | dst_base(a, box->flags)) & 15) != 0) {
+        for (uint32_t slot = first; slot < nslots && slot < tile * 256 + 256; slot += 64) {
+            uint32_t row = divide(slot, per_row), j = slot - row * per_row.by;
+            places at = find_row(a, box, row);
+#pragma unroll 1
+            for (uint64_t i = (uint64_t)j * 16; i < (uint64_t)j * 16 + 16; i++)
+                at.dst[i] = is_zero ? 0 : at.src[i];
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t slot = first + 64 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (slot < nslots) {
+            places at = find_row(a, box, row);
+            to[i] = at.dst + (uint64_t)j * 16;
+            if (!is_zero)
+                v[i] = __ldcs((const uint4 *)(at.src + (uint64_t)j * 16));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        if (first + 64 * i < nslots)
+            __stcs((uint4 *)to[i], v[i]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(64) tb__copy_rows(const __grid_constant__ tb__cuda_args a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    copy_tile(a, (const tb__cuda_box *)heap_at(a, tile.place), tile.tile);
+}
+
+extern "C" __global__ void __launch_bounds__(64) tb__copy_long_rows(const __grid_constant__ tb__cuda_args a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x / 16);
+    copy_tile(a, (const tb__cuda_box *)heap_at(a, tile.place), tile.tile * 16 + blockIdx.x % 16);
+}
+
+extern "C" __global__ void __launch_bounds__(64) tb__copy_shifted_rows(const __grid_constant__ tb__cuda_args a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    copy_shifted_tile(a, (const tb__cuda_box *)heap_at(a, tile.place), tile.tile);
+}
+
+/* ---- Anything ---------------------------------------------------------------------------------------------------- */
+
+/* Elements of 1, 2, 4, 8 or 16 bytes, wherever they are. */
+extern "C" __global__ void __launch_bounds__(256) tb__copy_any(const __grid_constant__ tb__cuda_args a) {
+    enum { STEP = 4 };
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t nslots = box->nslots, first = tile.tile * 1024 + threadIdx.x, unit = box->unit;
+    const tb__cuda_divisor per_row = box->per_row;
+    bool is_zero = box->flags & TB__CUDA_ZERO;
+    uint64_t v[STEP], w[STEP];
+    char *to[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t slot = first + 256 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
+        v[i] = w[i] = 0;
+        if (slot < nslots) {
+            places at = find_row(a, box, row);
+            to[i] = at.dst + (uint64_t)j * unit;
+            if (!is_zero)
+                v[i] = load_element(at.src + (uint64_t)j * unit, unit < 8 ? unit : 8);
+            if (!is_zero && unit == 16)
+                w[i] = load_element(at.src + (uint64_t)j * unit + 8, 8);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        if (first + 256 * i < nslots) {
+            store_element(to[i], v[i], unit < 8 ? unit : 8);
+            if (unit == 16)
+                store_element(to[i] + 8, w[i], 8);
+        }
+    }
+}

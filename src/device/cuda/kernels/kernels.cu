@@ -1,0 +1,5 @@
+/* The kernels of the CUDA device, in one module. */
+#include "checksum.cuh"
+#include "copy.cuh"
+#include "quant.cuh"
+#include "transpose.cuh"

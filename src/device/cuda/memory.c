@@ -1,0 +1,367 @@
+/* Memory of GPUs: whose it is, and memory of our own, which other processes can map. */
+#include "device/cuda/cuda.h"
+
+#include "base/int.h"
+#include "base/mem.h"
+
+#include <pthread.h>
+#include <string.h>
+
+/* ---- Whose it is ------------------------------------------------------------------------------------------------- */
+
+/* What the driver knows of an address. All are written as 32 or 64 bits, or one byte, little-endian. */
+typedef struct attributes {
+    uint64_t memory_type, ordinal, id, is_legacy, handle_types, mempool, is_managed;
+} attributes;
+
+/* Without a context. False: the driver knows nothing of it, or can't be asked. */
+static bool ask(CUdeviceptr address, attributes *out) {
+    CUpointer_attribute what[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                                  CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                                  CU_POINTER_ATTRIBUTE_BUFFER_ID,
+                                  CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                                  CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES,
+                                  CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
+                                  CU_POINTER_ATTRIBUTE_IS_MANAGED};
+    void *where[] = {&out->memory_type,  &out->ordinal, &out->id,        &out->is_legacy,
+                     &out->handle_types, &out->mempool, &out->is_managed};
+    *out = (attributes){0};
+    return tb__cuda.cuPointerGetAttributes(sizeof what / sizeof *what, what, where, address) == CUDA_SUCCESS;
+}
+
+/* Memory of pools is shared by other means than these, and managed memory by none. */
+static tb__share_kind share_kind(const attributes *a) {
+    if (a->mempool || a->is_managed)
+        return TB__SHARE_NONE;
+    if (a->is_legacy)
+        return TB__SHARE_LEGACY;
+    return a->handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ? TB__SHARE_FD
+           : a->handle_types & CU_MEM_HANDLE_TYPE_FABRIC              ? TB__SHARE_FABRIC
+                                                                      : TB__SHARE_NONE;
+}
+
+bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
+    attributes a;
+    if (!ask(address, &a) || a.memory_type != CU_MEMORYTYPE_DEVICE || a.ordinal >= TB__MAX_GPUS)
+        return false;
+    *out = (tb__memory_piece){.ordinal = (int)a.ordinal,
+                              .is_vmm = !a.is_legacy && !a.mempool && !a.is_managed,
+                              .id = a.id,
+                              .kind = share_kind(&a)};
+    return tb__cuda.cuMemGetAddressRange(&out->base, &out->nbytes, address) == CUDA_SUCCESS && out->nbytes > 0 &&
+           address - out->base < out->nbytes;
+}
+
+/* Mixes the ids of pieces: a tensor's memory is other memory when any piece of it is. */
+static uint64_t mix(uint64_t epoch, uint64_t id) {
+    return (epoch ^ id) * 0x9e3779b97f4a7c15 ^ epoch >> 29;
+}
+
+/* VMM memory may have several pieces side by side. */
+static bool find_pieces(CUdeviceptr address, size_t nbytes, tb__memory *out) {
+    tb__memory_piece first, next;
+    if (!tb__memory_find_piece(address, &first))
+        return false;
+    CUdeviceptr last = address + nbytes, end = first.base + first.nbytes;
+    uint64_t epoch = first.id;
+    bool is_shareable = first.kind != TB__SHARE_NONE;
+    if (last < address)
+        return false;
+    for (; end < last; end = next.base + next.nbytes) {
+        if (!first.is_vmm || !tb__memory_find_piece(end, &next) || !next.is_vmm || next.base != end)
+            return false;
+        is_shareable &= next.kind == first.kind && next.ordinal == first.ordinal;
+        epoch = mix(epoch, next.id);
+    }
+    *out = (tb__memory){.base = (void *)first.base,
+                        .nbytes = end - first.base,
+                        .index = first.ordinal,
+                        .epoch = epoch,
+                        .is_shareable = is_shareable};
+    return true;
+}
+
+/* ---- Memory of our own ------------------------------------------------------------------------------------------- */
+
+/* An allocation. Freed ones are kept for the next: mapping and unmapping may wait for all work of the GPU. */
+typedef struct block {
+    CUdeviceptr base;
+    size_t nbytes;
+    tb__gpu *gpu;
+    bool is_vmm, is_free;
+    tb__memory memory;
+} block;
+
+/* Of freed blocks that are kept for a GPU. */
+enum { MOST_KEPT = 32 };
+static const size_t most_kept_nbytes = (size_t)1 << 30;
+
+static struct {
+    pthread_mutex_t lock;
+    TB_VEC(block *) blocks; /* by address */
+    struct {
+        size_t count, nbytes;
+    } kept[TB__MAX_GPUS];
+    _Atomic size_t nblocks;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* With the lock held. The first block that ends behind the address, which may not be in it. */
+static size_t find_place(CUdeviceptr address) {
+    size_t i = 0;
+    TB_BISECT(i, pool.blocks.count, pool.blocks.item[i]->base + pool.blocks.item[i]->nbytes > address);
+    return i;
+}
+
+/* Whether it is ours; *is_found: and has all of these bytes. */
+static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool *is_found) {
+    if (atomic_load(&pool.nblocks) == 0)
+        return false;
+    pthread_mutex_lock(&pool.lock);
+    size_t i = find_place(address);
+    const block *b = i < pool.blocks.count && pool.blocks.item[i]->base <= address ? pool.blocks.item[i] : NULL;
+    *is_found = b && !b->is_free && nbytes <= b->nbytes - (address - b->base);
+    if (*is_found)
+        *out = b->memory;
+    pthread_mutex_unlock(&pool.lock);
+    return b;
+}
+
+bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__memory *out) {
+    bool is_found;
+    (void)device;
+    if (!tb__cuda_is_in_use() || !tb__cuda_has_functions())
+        return false;
+    if (find_block((CUdeviceptr)address, nbytes, out, &is_found))
+        return is_found;
+    return find_pieces((CUdeviceptr)address, nbytes, out);
+}
+
+tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUmemAccess_flags flags) {
+    CUmemAccessDesc access[TB__MAX_GPUS];
+    size_t n = 0;
+    for (int i = 0; i < TB__MAX_GPUS; i++) {
+        const tb__gpu *other = tb__gpu_if_used(i);
+        int is_possible = other == gpu;
+        if (other && other != gpu)
+            (void)tb__cuda.cuDeviceCanAccessPeer(&is_possible, other->device, gpu->device);
+        if (is_possible)
+            access[n++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, i}, .flags = flags};
+    }
+    CUresult result = tb__cuda.cuMemSetAccess(base, nbytes, access, n);
+    return result == CUDA_SUCCESS ? TB_OK
+                                  : tb__cuda_fail(result, "access to %zu bytes of memory on %s", nbytes, gpu->unit);
+}
+
+void tb__memory_grant_to_new_gpu(void) {
+    pthread_mutex_lock(&pool.lock);
+    for (size_t i = 0; i < pool.blocks.count; i++) {
+        const block *b = pool.blocks.item[i];
+        if (b->is_vmm && tb__gpu_push(b->gpu) == TB_OK) {
+            (void)tb__vmm_grant(b->base, b->nbytes, b->gpu, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+            tb__gpu_pop();
+        }
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+/* Fabric handles work where the machine is set up for them, which only a try shows. */
+static CUresult create_handle(const tb__gpu *gpu, size_t nbytes, CUmemGenericAllocationHandle *out) {
+    CUmemAllocationProp prop = {
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu->ordinal},
+        .requestedHandleTypes =
+            (CUmemAllocationHandleType)(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR | CU_MEM_HANDLE_TYPE_FABRIC)};
+    CUresult result = tb__cuda.cuMemCreate(out, nbytes, &prop, 0);
+    if (result == CUDA_SUCCESS || result == CUDA_ERROR_OUT_OF_MEMORY)
+        return result;
+    prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    return tb__cuda.cuMemCreate(out, nbytes, &prop, 0);
+}
+
+/* The mapping alone keeps the memory. */
+static CUresult map_new(size_t nbytes, CUmemGenericAllocationHandle handle, CUdeviceptr *out) {
+    CUresult result = tb__cuda.cuMemAddressReserve(out, nbytes, 0, 0, 0);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = tb__cuda.cuMemMap(*out, nbytes, 0, handle, 0);
+    if (result != CUDA_SUCCESS)
+        tb__cuda.cuMemAddressFree(*out, nbytes);
+    return result;
+}
+
+static void free_memory(CUdeviceptr base, size_t nbytes, bool is_vmm) {
+    if (is_vmm) {
+        tb__cuda.cuMemUnmap(base, nbytes);
+        tb__cuda.cuMemAddressFree(base, nbytes);
+    } else {
+        tb__cuda.cuMemFree(base);
+    }
+}
+
+static tb_status create_vmm(block *b) {
+    CUmemGenericAllocationHandle handle;
+    CUresult result = create_handle(b->gpu, b->nbytes, &handle);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "%zu bytes of memory on %s", b->nbytes, b->gpu->unit);
+    result = map_new(b->nbytes, handle, &b->base);
+    tb__cuda.cuMemRelease(handle);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "addresses for %zu bytes of memory on %s", b->nbytes, b->gpu->unit);
+    tb_status status = tb__vmm_grant(b->base, b->nbytes, b->gpu, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+    if (status != TB_OK)
+        free_memory(b->base, b->nbytes, true);
+    return status;
+}
+
+static bool has_vmm(const tb__gpu *gpu) {
+    int has = 0;
+    return tb__cuda.cuDeviceGetAttribute(&has, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, gpu->device) ==
+               CUDA_SUCCESS &&
+           has;
+}
+
+static size_t granularity(const tb__gpu *gpu) {
+    CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                .location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu->ordinal},
+                                .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR};
+    size_t nbytes;
+    if (tb__cuda.cuMemGetAllocationGranularity(&nbytes, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED) != CUDA_SUCCESS)
+        return (size_t)2 << 20;
+    return nbytes;
+}
+
+/* With the lock held; the context is current. */
+static tb_status create_block(tb__gpu *gpu, size_t nbytes, block **out) {
+    block *b = tb__calloc(1, sizeof *b);
+    tb__memory_piece piece;
+    if (!b)
+        return TB_NO_MEMORY;
+    *b = (block){.gpu = gpu, .nbytes = nbytes, .is_vmm = has_vmm(gpu)};
+    tb_status status = TB_OK;
+    if (b->is_vmm) {
+        status = create_vmm(b);
+    } else {
+        CUresult result = tb__cuda.cuMemAlloc(&b->base, nbytes);
+        if (result != CUDA_SUCCESS)
+            status = tb__cuda_fail(result, "cuMemAlloc of %zu bytes on %s", nbytes, gpu->unit);
+    }
+    if (status == TB_OK && !tb__memory_find_piece(b->base, &piece)) {
+        free_memory(b->base, nbytes, b->is_vmm);
+        status = tb__fail(TB_IO, "the driver does not know memory that it has allocated on %s", gpu->unit);
+    }
+    if (status != TB_OK) {
+        free(b);
+        return status;
+    }
+    b->memory = (tb__memory){.base = (void *)b->base,
+                             .nbytes = nbytes,
+                             .index = gpu->ordinal,
+                             .epoch = piece.id,
+                             .is_shareable = piece.kind != TB__SHARE_NONE};
+    *out = b;
+    return TB_OK;
+}
+
+/* With the lock held. */
+static bool insert_block(block *b) {
+    size_t i = find_place(b->base);
+    if (!tb__vec_reserve(&pool.blocks, 1))
+        return false;
+    memmove(&pool.blocks.item[i + 1], &pool.blocks.item[i], (pool.blocks.count - i) * sizeof *pool.blocks.item);
+    pool.blocks.item[i] = b;
+    atomic_store(&pool.nblocks, ++pool.blocks.count);
+    return true;
+}
+
+/* With the lock held. The smallest free block that has room, without wasting more than half of it. */
+static block *take_kept(const tb__gpu *gpu, size_t nbytes) {
+    block *best = NULL;
+    for (size_t i = 0; i < pool.blocks.count; i++) {
+        block *b = pool.blocks.item[i];
+        if (b->is_free && b->gpu == gpu && b->nbytes >= nbytes && b->nbytes / 2 <= nbytes &&
+            (!best || b->nbytes < best->nbytes))
+            best = b;
+    }
+    if (best) {
+        best->is_free = false;
+        pool.kept[gpu->ordinal].count--;
+        pool.kept[gpu->ordinal].nbytes -= best->nbytes;
+    }
+    return best;
+}
+
+/* With the lock held. */
+static void destroy_block(size_t i) {
+    block *b = pool.blocks.item[i];
+    if (tb__gpu_push(b->gpu) == TB_OK) {
+        free_memory(b->base, b->nbytes, b->is_vmm);
+        tb__gpu_pop();
+    }
+    memmove(&pool.blocks.item[i], &pool.blocks.item[i + 1], (pool.blocks.count - i - 1) * sizeof *pool.blocks.item);
+    atomic_store(&pool.nblocks, --pool.blocks.count);
+    free(b);
+}
+
+/* With the lock held. Frees what is kept for a GPU. Whether there was anything. */
+static bool destroy_kept(const tb__gpu *gpu) {
+    bool did = false;
+    for (size_t i = pool.blocks.count; i-- > 0;) {
+        if (!pool.blocks.item[i]->is_free || pool.blocks.item[i]->gpu != gpu)
+            continue;
+        pool.kept[gpu->ordinal].count--;
+        pool.kept[gpu->ordinal].nbytes -= pool.blocks.item[i]->nbytes;
+        destroy_block(i);
+        did = true;
+    }
+    return did;
+}
+
+/* With the lock held, so that a GPU that is new finds it in the list, or is found by it. */
+static tb_status add_block(tb__gpu *gpu, size_t nbytes, block **out) {
+    tb_status status = create_block(gpu, nbytes, out);
+    if (status == TB_NO_MEMORY && destroy_kept(gpu))
+        status = create_block(gpu, nbytes, out);
+    if (status != TB_OK || insert_block(*out))
+        return status;
+    free_memory((*out)->base, nbytes, (*out)->is_vmm);
+    free(*out);
+    return TB_NO_MEMORY;
+}
+
+tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **out) {
+    tb__gpu *gpu;
+    (void)device;
+    TB_TRY(tb__gpu_get(index, &gpu));
+    if (nbytes > SIZE_MAX / 4)
+        return tb__fail(TB_NO_MEMORY, "%zu bytes are more than %s has", nbytes, gpu->unit);
+    TB_TRY(tb__gpu_push(gpu));
+    size_t whole = (size_t)tb__align((int64_t)(nbytes ? nbytes : 1), (int64_t)granularity(gpu));
+    pthread_mutex_lock(&pool.lock);
+    block *b = take_kept(gpu, whole);
+    tb_status status = b ? TB_OK : add_block(gpu, whole, &b);
+    if (status == TB_OK)
+        *out = (void *)b->base;
+    pthread_mutex_unlock(&pool.lock);
+    tb__gpu_pop();
+    return status;
+}
+
+void tb__cuda_free(tb__device *device, void *address) {
+    (void)device;
+    if (!address || tb__cuda_is_inherited())
+        return;
+    pthread_mutex_lock(&pool.lock);
+    size_t i = find_place((CUdeviceptr)address);
+    if (i < pool.blocks.count && pool.blocks.item[i]->base == (CUdeviceptr)address && !pool.blocks.item[i]->is_free) {
+        block *b = pool.blocks.item[i];
+        int gpu = b->gpu->ordinal;
+        if (pool.kept[gpu].count < MOST_KEPT && b->nbytes <= most_kept_nbytes - pool.kept[gpu].nbytes) {
+            b->is_free = true;
+            pool.kept[gpu].count++;
+            pool.kept[gpu].nbytes += b->nbytes;
+        } else {
+            destroy_block(i);
+        }
+    }
+    pthread_mutex_unlock(&pool.lock);
+}

@@ -1,0 +1,386 @@
+/* Memory of GPUs in other processes. A key has the GPU's UUID, how the memory is shared, and its pieces; descriptors
+ * travel beside it. The process that gets it imports the pieces to addresses side by side, once, however many mappings
+ * there are. What is received is not trusted: sizes and offsets are checked before the driver sees them, and the driver
+ * checks that each piece is at least as long. */
+#include "device/cuda/cuda.h"
+
+#include "base/descriptors.h"
+#include "base/mem.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/queue.h>
+#include <unistd.h>
+
+enum { MOST_PIECES = 1 << 16, HANDLE_NBYTES = 64 };
+static const uint64_t most_nbytes = (uint64_t)1 << 46; /* of one memory: as many addresses as a GPU has, and less */
+
+_Static_assert(sizeof(CUipcMemHandle) == HANDLE_NBYTES && sizeof(CUmemFabricHandle) == HANDLE_NBYTES,
+               "handles of both kinds have one size in keys");
+
+/* Which memory it is. */
+typedef struct identity {
+    uint64_t process, base, nbytes, epoch;
+    uint32_t kind;
+} identity;
+
+typedef struct piece {
+    unsigned char handle[HANDLE_NBYTES]; /* not of kind TB__SHARE_FD */
+    uint64_t offset, nbytes;             /* in the memory */
+} piece;
+
+/* A key that was received. */
+typedef struct parsed_key {
+    identity id;
+    CUuuid uuid;
+    piece *pieces;
+    size_t npieces;
+} parsed_key;
+
+/* Memory of another process at addresses of this one. */
+typedef struct import {
+    identity id;
+    tb__gpu *gpu;
+    CUdeviceptr base;
+    size_t nmapped; /* bytes, from the base on */
+    CUmemAccess_flags flags;
+    size_t nmappings;
+    LIST_ENTRY(import) link;
+} import;
+
+typedef struct cuda_mapping {
+    tb__mapping base;
+    import *import; /* NULL: memory of this process itself */
+} cuda_mapping;
+
+static struct {
+    pthread_mutex_t lock;
+    LIST_HEAD(import_list, import) imports;
+    bool has_no_read_only; /* the driver gives no access without the right to write */
+} shared = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* ---- Sharing ----------------------------------------------------------------------------------------------------- */
+
+static tb_status add_fd(CUmemGenericAllocationHandle handle, tb__memory_key *key) {
+    int fd = -1;
+    CUresult result = tb__cuda.cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "a descriptor of GPU memory, beside %zu others", key->fds.count);
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    if (tb__vec_push(&key->fds, fd))
+        return TB_OK;
+    close(fd);
+    return TB_NO_MEMORY;
+}
+
+/* Puts the piece's handle into the key. */
+static tb_status export_piece(const tb__memory_piece *p, tb__memory_key *key) {
+    CUmemGenericAllocationHandle handle;
+    unsigned char bytes[HANDLE_NBYTES] = {0};
+    if (p->kind == TB__SHARE_LEGACY) {
+        CUresult result = tb__cuda.cuIpcGetMemHandle((CUipcMemHandle *)bytes, p->base);
+        if (result != CUDA_SUCCESS)
+            return tb__cuda_fail(result, "cuIpcGetMemHandle of memory at 0x%llx", p->base);
+        tb__pack_raw(&key->bytes, bytes, sizeof bytes);
+        return TB_OK;
+    }
+    CUresult result = tb__cuda.cuMemRetainAllocationHandle(&handle, (void *)p->base);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "cuMemRetainAllocationHandle of memory at 0x%llx", p->base);
+    tb_status status = TB_OK;
+    if (p->kind == TB__SHARE_FD) {
+        status = add_fd(handle, key);
+    } else {
+        result = tb__cuda.cuMemExportToShareableHandle(bytes, handle, CU_MEM_HANDLE_TYPE_FABRIC, 0);
+        if (result != CUDA_SUCCESS)
+            status = tb__cuda_fail(result, "a fabric handle of memory at 0x%llx", p->base);
+        tb__pack_raw(&key->bytes, bytes, sizeof bytes);
+    }
+    tb__cuda.cuMemRelease(handle);
+    return status;
+}
+
+/* The context is current. */
+static tb_status export_pieces(const tb__memory *memory, const tb__gpu *gpu, tb__memory_key *key) {
+    CUdeviceptr at = (CUdeviceptr)memory->base, end = at + memory->nbytes;
+    tb__share_kind kind = TB__SHARE_NONE;
+    for (size_t n = 0; at < end; n++) {
+        tb__memory_piece p;
+        if (!tb__memory_find_piece(at, &p) || p.base != at || p.nbytes > end - at || p.kind == TB__SHARE_NONE ||
+            (n > 0 && p.kind != kind) || n == MOST_PIECES)
+            return tb__fail(TB_INVALID, "the memory at %p has changed, or has too many pieces", memory->base);
+        if (n == 0) {
+            kind = p.kind;
+            tb__pack_u32(&key->bytes, kind);
+            tb__pack_u64(&key->bytes, tb__cuda_process_id());
+            tb__pack_u64(&key->bytes, at);
+            tb__pack_u64(&key->bytes, memory->epoch);
+            tb__pack_raw(&key->bytes, &gpu->uuid, sizeof gpu->uuid);
+        }
+        TB_TRY(export_piece(&p, key));
+        tb__pack_u64(&key->bytes, at - (CUdeviceptr)memory->base);
+        tb__pack_u64(&key->bytes, p.nbytes);
+        at += p.nbytes;
+    }
+    return key->bytes.failed ? TB_NO_MEMORY : TB_OK;
+}
+
+tb_status tb__cuda_share(tb__device *device, const tb__memory *memory, tb__memory_key *key) {
+    tb__memory now;
+    tb__gpu *gpu;
+    if (!tb__cuda_find(device, memory->base, memory->nbytes, &now) || now.base != memory->base ||
+        now.nbytes != memory->nbytes || now.epoch != memory->epoch)
+        return tb__fail(TB_INVALID, "the memory at %p is gone", memory->base);
+    if (!now.is_shareable)
+        return tb__fail(TB_REFUSED, "the memory at %p on %s can't be shared: it was allocated without the right to",
+                        memory->base, tb__gpu_unit_name(now.index));
+    TB_TRY(tb__gpu_get(now.index, &gpu));
+    TB_TRY(tb__gpu_push(gpu));
+    tb_status status = export_pieces(memory, gpu, key);
+    tb__gpu_pop();
+    if (status != TB_OK)
+        tb__memory_key_fini(key);
+    return status;
+}
+
+/* ---- Keys -------------------------------------------------------------------------------------------------------- */
+
+static tb_status bad_key(const tb__memory_key *key) {
+    return tb__fail(TB_INVALID, "a key of GPU memory that is malformed: %zu bytes, %zu descriptors", key->bytes.count,
+                    key->fds.count);
+}
+
+static bool is_kind(uint32_t kind) {
+    return kind == TB__SHARE_LEGACY || kind == TB__SHARE_FD || kind == TB__SHARE_FABRIC;
+}
+
+/* Pieces are side by side, and not empty. */
+static bool read_pieces(tb__unpack *u, parsed_key *out) {
+    for (size_t i = 0; i < out->npieces; i++) {
+        piece *p = &out->pieces[i];
+        if (out->id.kind != TB__SHARE_FD) {
+            const void *handle = tb__unpack_raw(u, HANDLE_NBYTES);
+            if (handle)
+                memcpy(p->handle, handle, HANDLE_NBYTES);
+        }
+        p->offset = tb__unpack_u64(u);
+        p->nbytes = tb__unpack_u64(u);
+        if (u->failed || p->offset != out->id.nbytes || p->nbytes == 0 || p->nbytes > most_nbytes - out->id.nbytes)
+            return false;
+        out->id.nbytes += p->nbytes;
+    }
+    return tb__unpack_is_done(u);
+}
+
+/* out->pieces is freed by the caller, also if this fails. */
+static tb_status parse_key(const tb__memory_key *key, parsed_key *out) {
+    tb__unpack u = {.at = key->bytes.data, .end = key->bytes.data + key->bytes.count};
+    *out = (parsed_key){.id = {.kind = tb__unpack_u32(&u)}};
+    out->id.process = tb__unpack_u64(&u);
+    out->id.base = tb__unpack_u64(&u);
+    out->id.epoch = tb__unpack_u64(&u);
+    const void *uuid = tb__unpack_raw(&u, sizeof out->uuid);
+    if (!uuid || !is_kind(out->id.kind))
+        return bad_key(key);
+    memcpy(&out->uuid, uuid, sizeof out->uuid);
+    size_t each = (out->id.kind == TB__SHARE_FD ? 0 : HANDLE_NBYTES) + 2 * sizeof(uint64_t);
+    out->npieces = (size_t)(u.end - u.at) / each;
+    if (out->npieces == 0 || out->npieces > MOST_PIECES || (out->id.kind == TB__SHARE_LEGACY && out->npieces != 1) ||
+        key->fds.count != (out->id.kind == TB__SHARE_FD ? out->npieces : 0))
+        return bad_key(key);
+    out->pieces = tb__calloc(out->npieces, sizeof *out->pieces);
+    if (!out->pieces)
+        return TB_NO_MEMORY;
+    return read_pieces(&u, out) ? TB_OK : bad_key(key);
+}
+
+/* ---- Importing --------------------------------------------------------------------------------------------------- */
+
+/* The context is current, here and below. */
+static tb_status open_legacy(import *to, const parsed_key *key) {
+    CUipcMemHandle handle;
+    tb__memory_piece found;
+    memcpy(&handle, key->pieces[0].handle, sizeof handle);
+    CUresult result = tb__cuda.cuIpcOpenMemHandle(&to->base, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "cuIpcOpenMemHandle of %zu bytes on %s", (size_t)key->id.nbytes, to->gpu->unit);
+    if (tb__memory_find_piece(to->base, &found) && found.base == to->base && found.nbytes == key->id.nbytes)
+        return TB_OK;
+    tb__cuda.cuIpcCloseMemHandle(to->base);
+    return tb__fail(TB_INVALID, "a key of %zu bytes of GPU memory, which has another size", (size_t)key->id.nbytes);
+}
+
+static CUresult import_handle(const parsed_key *key, const tb__memory_key *given, size_t i,
+                              CUmemGenericAllocationHandle *out) {
+    if (key->id.kind == TB__SHARE_FD)
+        return tb__cuda.cuMemImportFromShareableHandle(out, (void *)(intptr_t)given->fds.item[i],
+                                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    return tb__cuda.cuMemImportFromShareableHandle(out, key->pieces[i].handle, CU_MEM_HANDLE_TYPE_FABRIC);
+}
+
+static tb_status map_piece(import *to, const parsed_key *key, const tb__memory_key *given, size_t i) {
+    CUmemGenericAllocationHandle handle;
+    const piece *p = &key->pieces[i];
+    CUresult result = import_handle(key, given, i, &handle);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "importing piece %zu of %zu of memory on %s", i + 1, key->npieces, to->gpu->unit);
+    result = tb__cuda.cuMemMap(to->base + p->offset, p->nbytes, 0, handle, 0);
+    tb__cuda.cuMemRelease(handle); /* the mapping keeps the memory */
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "mapping %zu bytes, piece %zu of %zu of memory on %s", (size_t)p->nbytes, i + 1,
+                             key->npieces, to->gpu->unit);
+    to->nmapped += p->nbytes;
+    return TB_OK;
+}
+
+/* Without the right to write, where the driver has that. */
+static tb_status grant(import *to) {
+    to->flags = shared.has_no_read_only ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+    tb_status status = tb__vmm_grant(to->base, to->nmapped, to->gpu, to->flags);
+    if (status == TB_OK || shared.has_no_read_only || tb__gpu_check(to->gpu) != TB_OK)
+        return status;
+    to->flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    TB_TRY(tb__vmm_grant(to->base, to->nmapped, to->gpu, to->flags));
+    shared.has_no_read_only = true;
+    return TB_OK;
+}
+
+static void unmap_pieces(const import *from, size_t nbytes) {
+    if (from->nmapped)
+        tb__cuda.cuMemUnmap(from->base, from->nmapped);
+    tb__cuda.cuMemAddressFree(from->base, nbytes);
+}
+
+static tb_status map_pieces(import *to, const parsed_key *key, const tb__memory_key *given) {
+    CUresult result = tb__cuda.cuMemAddressReserve(&to->base, key->id.nbytes, 0, 0, 0);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "addresses for %zu bytes of memory on %s", (size_t)key->id.nbytes, to->gpu->unit);
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < key->npieces && status == TB_OK; i++)
+        status = map_piece(to, key, given, i);
+    if (status == TB_OK)
+        status = grant(to);
+    if (status != TB_OK)
+        unmap_pieces(to, key->id.nbytes);
+    return status;
+}
+
+static void close_import(import *it) {
+    LIST_REMOVE(it, link);
+    if (tb__gpu_push(it->gpu) == TB_OK) {
+        if (it->id.kind == TB__SHARE_LEGACY)
+            tb__cuda.cuIpcCloseMemHandle(it->base);
+        else
+            unmap_pieces(it, it->id.nbytes);
+        tb__gpu_pop();
+    }
+    free(it);
+}
+
+static import *find_import(const identity *id) {
+    import *it = LIST_FIRST(&shared.imports);
+    while (it && (it->id.process != id->process || it->id.base != id->base || it->id.nbytes != id->nbytes ||
+                  it->id.epoch != id->epoch || it->id.kind != id->kind))
+        it = LIST_NEXT(it, link);
+    return it;
+}
+
+static tb_status open_import(tb__gpu *gpu, const parsed_key *key, const tb__memory_key *given, import **out) {
+    import *it = tb__calloc(1, sizeof *it);
+    if (!it)
+        return TB_NO_MEMORY;
+    *it = (import){.id = key->id, .gpu = gpu};
+    tb_status status = tb__gpu_push(gpu);
+    if (status == TB_OK) {
+        status = key->id.kind == TB__SHARE_LEGACY ? open_legacy(it, key) : map_pieces(it, key, given);
+        tb__gpu_pop();
+    }
+    if (status != TB_OK) {
+        free(it);
+        return status;
+    }
+    LIST_INSERT_HEAD(&shared.imports, it, link);
+    *out = it;
+    return TB_OK;
+}
+
+/* With the lock held. */
+static tb_status get_import(tb__gpu *gpu, const parsed_key *key, const tb__memory_key *given, import **out) {
+    *out = find_import(&key->id);
+    if (!*out)
+        TB_TRY(open_import(gpu, key, given, out));
+    (*out)->nmappings++;
+    return TB_OK;
+}
+
+/* ---- Mappings ---------------------------------------------------------------------------------------------------- */
+
+/* Memory of this process needs no import, which the driver would refuse. */
+static tb_status use_own(tb__device *device, const identity *id, cuda_mapping *mapping) {
+    tb__memory memory;
+    if (!tb__cuda_find(device, (void *)id->base, id->nbytes, &memory) || memory.epoch != id->epoch ||
+        (CUdeviceptr)memory.base != id->base)
+        return tb__fail(TB_INVALID, "the memory at %p is gone", (void *)id->base);
+    mapping->base = (tb__mapping){device->ops, (char *)id->base, id->nbytes};
+    return TB_OK;
+}
+
+static tb_status fill_mapping(tb__device *device, const parsed_key *key, const tb__memory_key *given,
+                              cuda_mapping *mapping) {
+    tb__gpu *gpu;
+    int ordinal;
+    TB_TRY(tb__cuda_load());
+    if (key->id.process == tb__cuda_process_id())
+        return use_own(device, &key->id, mapping);
+    if (!tb__gpu_find_uuid(&key->uuid, &ordinal))
+        return tb__fail(TB_REFUSED, "the memory is on %s, which this process does not see",
+                        tb__gpu_format_uuid(&key->uuid).text);
+    TB_TRY(tb__gpu_get(ordinal, &gpu));
+    pthread_mutex_lock(&shared.lock);
+    tb_status status = get_import(gpu, key, given, &mapping->import);
+    pthread_mutex_unlock(&shared.lock);
+    if (status == TB_OK)
+        mapping->base = (tb__mapping){device->ops, (char *)mapping->import->base, key->id.nbytes};
+    return status;
+}
+
+tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, tb__mapping **out) {
+    parsed_key parsed;
+    cuda_mapping *mapping = NULL;
+    tb_status status = parse_key(key, &parsed);
+    if (status == TB_OK) {
+        mapping = tb__calloc(1, sizeof *mapping);
+        status = mapping ? fill_mapping(device, &parsed, key, mapping) : TB_NO_MEMORY;
+    }
+    free(parsed.pieces);
+    if (status != TB_OK) {
+        free(mapping);
+        return status;
+    }
+    *out = &mapping->base;
+    return TB_OK;
+}
+
+void tb__cuda_unmap(tb__device *device, tb__mapping *given) {
+    cuda_mapping *mapping = (cuda_mapping *)given;
+    (void)device;
+    if (mapping->import && !tb__cuda_is_inherited()) {
+        pthread_mutex_lock(&shared.lock);
+        if (--mapping->import->nmappings == 0)
+            close_import(mapping->import);
+        pthread_mutex_unlock(&shared.lock);
+    }
+    free(mapping);
+}
+
+void tb__share_grant_to_new_gpu(void) {
+    pthread_mutex_lock(&shared.lock);
+    for (const import *it = LIST_FIRST(&shared.imports); it; it = LIST_NEXT(it, link)) {
+        if (it->id.kind != TB__SHARE_LEGACY && tb__gpu_push(it->gpu) == TB_OK) {
+            (void)tb__vmm_grant(it->base, it->nmapped, it->gpu, it->flags);
+            tb__gpu_pop();
+        }
+    }
+    pthread_mutex_unlock(&shared.lock);
+}

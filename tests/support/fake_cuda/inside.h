@@ -1,0 +1,107 @@
+/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c and stream.c. */
+#ifndef TB_TESTS_FAKE_CUDA_INSIDE_H
+#define TB_TESTS_FAKE_CUDA_INSIDE_H
+
+#pragma GCC visibility push(default)
+#include <cuda.h>
+#pragma GCC visibility pop
+
+#include "device/cuda/kernels.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+enum { MOST_GPUS = 8 };
+
+/* ---- driver.c ---- */
+
+/* Marks what handles point to; a destroyed object is never freed. */
+typedef enum object_kind { DEAD = 0xdead, CONTEXT = 0xc0, STREAM, EVENT, FUNCTION, STORAGE } object_kind;
+
+typedef struct fake_gpu fake_gpu;
+
+struct CUctx_st {
+    object_kind kind;
+    fake_gpu *gpu;
+};
+
+struct fake_gpu {
+    int ordinal;
+    struct CUctx_st primary;
+    CUresult error; /* of its context, for good */
+    size_t nbytes_used;
+    uint32_t peers; /* GPUs that may use its memory of cuMemAlloc */
+    CUstream null_stream;
+};
+
+/* One lock guards everything. */
+typedef struct fake {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool is_initialised, is_forked, is_shut_down;
+    int ngpus;
+    size_t most_nbytes;
+    fake_gpu gpus[MOST_GPUS];
+    uint64_t random;
+    int64_t most_us;
+    int ncaptures; /* streams that are being captured */
+} fake_state;
+
+extern fake_state fake;
+
+_Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void lock(void);
+void unlock(void);
+uint64_t random_below(uint64_t n); /* with the lock held */
+
+/* What a call needs. */
+enum {
+    NEEDS_NOTHING = 0, /* not even cuInit */
+    NEEDS_INIT = 1,
+    NEEDS_CONTEXT = 3, /* and that it has not failed */
+    IS_UNSAFE = 4,     /* not allowed while any stream is being captured, unless the thread's mode is relaxed */
+};
+/* The beginning of every call: if it is not CUDA_SUCCESS, that is the result. */
+CUresult enter(const char *function, int needs);
+#define ENTER(needs)                                                                                                   \
+    do {                                                                                                               \
+        CUresult entered_ = enter(__func__, needs);                                                                    \
+        if (entered_ != CUDA_SUCCESS)                                                                                  \
+            return entered_;                                                                                           \
+    } while (0)
+CUcontext current_context(void);
+fake_gpu *current_gpu(void);
+void *check_handle(const void *handle, object_kind kind, const char *what); /* dies if it is something else */
+
+/* A count down to a fault; negative: there is none. */
+typedef struct countdown {
+    long n;
+    int result;
+} countdown;
+bool strikes(countdown *c);
+
+/* ---- memory.c ---- */
+
+/* The address by which the fake reaches what is at an address of the GPU's. Dies if it can't reach it. With the lock
+ * held. */
+void *reach(uint64_t address, int gpu);
+bool is_pinned(const void *address);
+
+/* ---- stream.c ---- */
+
+void stream_fail(fake_gpu *gpu); /* with the lock held. Work of its streams is gone */
+/* Blocks while a stream waits for a value, as the driver's own calls do. Releases the lock meanwhile. */
+void wait_for_parked_streams(void);
+void fail_kernel(long n, int result);
+void hold_kernel(long n);
+void let_go(void);
+/* Whether the kernel that is being executed has used memory between these addresses. With the lock held. */
+bool is_in_use_by_kernel(uint64_t first, uint64_t last);
+
+/* Does what the kernel of that name does, of `grid` blocks. False: there is none. */
+bool fake_cuda_launch(const char *kernel, unsigned grid, void **params, void *(*translate)(uint64_t address));
+
+#endif

@@ -1,0 +1,676 @@
+/* Memory of the fake driver's GPUs, and pinned host memory.
+ *
+ * A storage is a memfd. Addresses are reserved without access rights, twice: where programs see them, and as an alias,
+ * into which storages are mapped, with the access that the GPUs have. Addresses are never used again. */
+#include "inside.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define GRANULE   ((size_t)2 << 20)
+#define FILE_NAME "fake-cuda"
+
+typedef struct storage {
+    object_kind kind;
+    int fd;
+    size_t nbytes;
+    fake_gpu *gpu;
+    bool is_import; /* can't be exported again */
+    int nusers;     /* handles and mappings */
+    unsigned long long handle_types;
+} storage;
+
+/* Addresses. */
+typedef struct space {
+    uint64_t base;
+    char *alias;
+    size_t nbytes;
+    LIST_ENTRY(space) link;
+} space;
+
+/* A storage at addresses. */
+typedef struct piece {
+    uint64_t base;
+    size_t nbytes;
+    storage *storage;
+    bool is_vmm;
+    uint64_t id;
+    uint32_t readers, writers; /* GPUs */
+    LIST_ENTRY(piece) link;
+} piece;
+
+/* Host memory. */
+typedef struct pinned_range {
+    uintptr_t base;
+    size_t nbytes;
+    uint64_t id;
+    bool is_registered;
+    LIST_ENTRY(pinned_range) link;
+} pinned_range;
+
+static LIST_HEAD(space_list, space) spaces;
+static LIST_HEAD(piece_list, piece) pieces;
+static LIST_HEAD(pinned_list, pinned_range) pinned;
+static uint64_t last_id;
+
+static void *get(size_t nbytes) {
+    void *p = calloc(1, nbytes);
+    if (!p)
+        die("no memory");
+    return p;
+}
+
+/* ---- Storages ---------------------------------------------------------------------------------------------------- */
+
+static storage *make_storage(fake_gpu *gpu, int fd, size_t nbytes) {
+    storage *s = get(sizeof *s);
+    *s = (storage){.kind = STORAGE, .fd = fd, .nbytes = nbytes, .gpu = gpu, .nusers = 1};
+    return s;
+}
+
+/* With the lock held. NULL: the GPU has no more memory. */
+static storage *create_storage(fake_gpu *gpu, size_t nbytes) {
+    if (nbytes > fake.most_nbytes - gpu->nbytes_used)
+        return NULL;
+    int fd = memfd_create(FILE_NAME, MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)nbytes) != 0)
+        die("memfd: %s", strerror(errno));
+    gpu->nbytes_used += nbytes;
+    return make_storage(gpu, fd, nbytes);
+}
+
+static void drop_storage(storage *s) {
+    if (--s->nusers > 0)
+        return;
+    if (!s->is_import)
+        s->gpu->nbytes_used -= s->nbytes;
+    close(s->fd);
+    s->kind = DEAD;
+}
+
+/* Whether the descriptor is a storage's. */
+static bool is_storage_file(int fd, size_t *nbytes) {
+    char path[64], name[64] = "";
+    struct stat info;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if (readlink(path, name, sizeof name - 1) < 0 || strncmp(name, "/memfd:" FILE_NAME, 7 + strlen(FILE_NAME)) != 0 ||
+        fstat(fd, &info) != 0)
+        return false;
+    *nbytes = (size_t)info.st_size;
+    return true;
+}
+
+/* A handle in bytes: a descriptor of a process. */
+typedef struct handle_bytes {
+    int pid, fd, gpu;
+    uint64_t inode;
+} handle_bytes;
+
+static handle_bytes describe_handle(const storage *s) {
+    struct stat info;
+    fstat(s->fd, &info);
+    return (handle_bytes){.pid = (int)getpid(), .fd = s->fd, .gpu = s->gpu->ordinal, .inode = info.st_ino};
+}
+
+/* NULL: its process is gone, or has closed it. */
+static storage *open_handle(const void *bytes) {
+    handle_bytes h;
+    char path[64];
+    struct stat info;
+    size_t nbytes;
+    memcpy(&h, bytes, sizeof h);
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", h.pid, h.fd);
+    if (h.gpu < 0 || h.gpu >= fake.ngpus)
+        return NULL;
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return NULL;
+    if (!is_storage_file(fd, &nbytes) || fstat(fd, &info) != 0 || info.st_ino != h.inode) {
+        close(fd);
+        return NULL;
+    }
+    storage *s = make_storage(&fake.gpus[h.gpu], fd, nbytes);
+    s->is_import = true;
+    return s;
+}
+
+/* ---- Addresses --------------------------------------------------------------------------------------------------- */
+
+static char *reserve(size_t nbytes) {
+    char *p = mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED)
+        return NULL;
+    madvise(p, nbytes, MADV_DONTFORK);
+    madvise(p, nbytes, MADV_DONTDUMP);
+    return p;
+}
+
+/* Aligned as granules are. */
+static space *make_space(size_t nbytes) {
+    char *seen = reserve(nbytes + GRANULE), *alias = reserve(nbytes);
+    if (!seen || !alias)
+        return NULL;
+    space *s = get(sizeof *s);
+    *s = (space){.base = ((uint64_t)seen + GRANULE - 1) / GRANULE * GRANULE, .alias = alias, .nbytes = nbytes};
+    LIST_INSERT_HEAD(&spaces, s, link);
+    return s;
+}
+
+static void free_space(space *s) {
+    munmap(s->alias, s->nbytes);
+    LIST_REMOVE(s, link);
+    free(s);
+}
+
+static space *find_space(uint64_t address) {
+    space *s = LIST_FIRST(&spaces);
+    while (s && address - s->base >= s->nbytes)
+        s = LIST_NEXT(s, link);
+    return s;
+}
+
+static piece *find_piece(uint64_t address) {
+    piece *p = LIST_FIRST(&pieces);
+    while (p && address - p->base >= p->nbytes)
+        p = LIST_NEXT(p, link);
+    return p;
+}
+
+static char *alias_of(uint64_t address) {
+    const space *s = find_space(address);
+    return s->alias + (address - s->base);
+}
+
+static piece *map_storage(uint64_t base, size_t nbytes, storage *s, bool is_vmm) {
+    if (mmap(alias_of(base), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, s->fd, 0) == MAP_FAILED)
+        die("mmap: %s", strerror(errno));
+    madvise(alias_of(base), nbytes, MADV_DONTFORK);
+    piece *p = get(sizeof *p);
+    *p = (piece){.base = base, .nbytes = nbytes, .storage = s, .is_vmm = is_vmm, .id = ++last_id};
+    LIST_INSERT_HEAD(&pieces, p, link);
+    s->nusers++;
+    return p;
+}
+
+static void set_access(piece *p) {
+    int rights = (p->readers ? PROT_READ : 0) | (p->writers ? PROT_READ | PROT_WRITE : 0);
+    if (mprotect(alias_of(p->base), p->nbytes, rights) != 0)
+        die("mprotect: %s", strerror(errno));
+}
+
+static void unmap_storage(piece *p) {
+    if (is_in_use_by_kernel(p->base, p->base + p->nbytes))
+        die("memory at 0x%llx is freed while a kernel uses it", (unsigned long long)p->base);
+    if (mmap(alias_of(p->base), p->nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
+        MAP_FAILED)
+        die("mmap: %s", strerror(errno));
+    drop_storage(p->storage);
+    LIST_REMOVE(p, link);
+    free(p);
+}
+
+/* Memory of cuMemAlloc, and of cuIpcOpenMemHandle. */
+static uint64_t place(storage *s) {
+    space *at = make_space(s->nbytes);
+    if (!at)
+        return 0;
+    piece *p = map_storage(at->base, s->nbytes, s, false);
+    p->readers = p->writers = 1u << s->gpu->ordinal;
+    set_access(p);
+    drop_storage(s); /* the mapping has it now */
+    return at->base;
+}
+
+static void displace(uint64_t address, const char *function, bool is_import) {
+    piece *p = find_piece(address);
+    if (!p || p->base != address || p->is_vmm || p->storage->is_import != is_import)
+        die("%s of what it can't free", function);
+    unmap_storage(p);
+    free_space(find_space(address));
+}
+
+void *reach(uint64_t address, int gpu) {
+    const piece *p = find_piece(address);
+    if (p) {
+        uint32_t users = p->readers | p->writers;
+        if (!p->is_vmm)
+            users |= p->storage->gpu->peers;
+        if (!(users >> gpu & 1))
+            die("GPU %d has no access to memory at 0x%llx", gpu, (unsigned long long)address);
+        return alias_of(address);
+    }
+    if (!is_pinned((void *)address))
+        die("a kernel uses 0x%llx, which is neither memory of a GPU nor pinned", (unsigned long long)address);
+    return (void *)address;
+}
+
+/* ---- cuMemAlloc, IPC --------------------------------------------------------------------------------------------- */
+
+CUresult cuMemAlloc(CUdeviceptr *out, size_t nbytes) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    lock();
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    storage *s = create_storage(current_gpu(), (nbytes + page - 1) / page * page);
+    *out = s ? place(s) : 0;
+    unlock();
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult cuMemFree(CUdeviceptr address) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    lock();
+    wait_for_parked_streams();
+    displace(address, "cuMemFree", false);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
+    ENTER(NEEDS_CONTEXT);
+    lock();
+    const piece *p = find_piece(address);
+    bool is_good = p && !p->is_vmm && !p->storage->is_import;
+    if (is_good) {
+        handle_bytes h = describe_handle(p->storage);
+        memset(handle, 0, sizeof *handle);
+        memcpy(handle, &h, sizeof h);
+    }
+    unlock();
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags) {
+    handle_bytes h;
+    ENTER(NEEDS_CONTEXT);
+    (void)flags;
+    memcpy(&h, &handle, sizeof h);
+    if (h.pid == (int)getpid())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    lock();
+    storage *s = open_handle(&handle);
+    *out = s ? place(s) : 0;
+    unlock();
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
+    ENTER(NEEDS_CONTEXT);
+    lock();
+    displace(address, "cuIpcCloseMemHandle", true);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+/* ---- VMM --------------------------------------------------------------------------------------------------------- */
+
+CUresult cuMemGetAllocationGranularity(size_t *nbytes, const CUmemAllocationProp *prop,
+                                       CUmemAllocationGranularity_flags option) {
+    ENTER(NEEDS_INIT);
+    (void)prop;
+    (void)option;
+    *nbytes = GRANULE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t nbytes, const CUmemAllocationProp *prop,
+                     unsigned long long flags) {
+    ENTER(NEEDS_INIT | IS_UNSAFE);
+    (void)flags;
+    if (getenv("FAKE_CUDA_NO_VMM"))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if ((prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) && !getenv("FAKE_CUDA_FABRIC"))
+        return CUDA_ERROR_NOT_PERMITTED;
+    if (nbytes == 0 || nbytes % GRANULE || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+        prop->location.id >= fake.ngpus)
+        return CUDA_ERROR_INVALID_VALUE;
+    lock();
+    storage *s = create_storage(&fake.gpus[prop->location.id], nbytes);
+    if (s)
+        s->handle_types = prop->requestedHandleTypes;
+    *out = (CUmemGenericAllocationHandle)s;
+    unlock();
+    return s ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+static storage *storage_of(CUmemGenericAllocationHandle handle) {
+    return check_handle((const void *)handle, STORAGE, "a handle of memory");
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    ENTER(NEEDS_INIT);
+    lock();
+    drop_storage(storage_of(handle));
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address) {
+    ENTER(NEEDS_INIT);
+    lock();
+    piece *p = find_piece((uint64_t)address);
+    bool is_good = p && p->is_vmm;
+    if (is_good) {
+        p->storage->nusers++;
+        *out = (CUmemGenericAllocationHandle)p->storage;
+    }
+    unlock();
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long flags) {
+    ENTER(NEEDS_INIT);
+    (void)flags;
+    lock();
+    const storage *s = storage_of(handle);
+    bool is_good = (s->handle_types & type) && !s->is_import;
+    int fd = -1;
+    if (is_good && type == CU_MEM_HANDLE_TYPE_FABRIC) {
+        handle_bytes h = describe_handle(s);
+        memset(out, 0, CU_IPC_HANDLE_SIZE);
+        memcpy(out, &h, sizeof h);
+    } else if (is_good) {
+        fd = dup(s->fd);
+        is_good = fd >= 0;
+        memcpy(out, &fd, sizeof fd);
+    }
+    unlock();
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle,
+                                        CUmemAllocationHandleType type) {
+    ENTER(NEEDS_INIT);
+    storage *s = NULL;
+    size_t nbytes;
+    lock();
+    if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+        s = open_handle(handle);
+    } else if (is_storage_file((int)(intptr_t)handle, &nbytes)) {
+        s = make_storage(&fake.gpus[0], fcntl((int)(intptr_t)handle, F_DUPFD_CLOEXEC, 0), nbytes);
+        s->is_import = true;
+    }
+    *out = (CUmemGenericAllocationHandle)s;
+    unlock();
+    return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *out, size_t nbytes, size_t alignment, CUdeviceptr address,
+                             unsigned long long flags) {
+    ENTER(NEEDS_INIT);
+    (void)alignment;
+    (void)address;
+    (void)flags;
+    if (nbytes == 0 || nbytes % GRANULE)
+        return CUDA_ERROR_INVALID_VALUE;
+    lock();
+    const space *s = make_space(nbytes);
+    unlock();
+    if (!s)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *out = s->base;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr address, size_t nbytes) {
+    ENTER(NEEDS_INIT);
+    lock();
+    space *s = find_space(address);
+    if (!s || s->base != address || s->nbytes != nbytes)
+        die("addresses are freed that were not reserved");
+    for (const piece *p = LIST_FIRST(&pieces); p; p = LIST_NEXT(p, link)) {
+        if (p->base >= address && p->base < address + nbytes)
+            die("addresses are freed at which memory is mapped");
+    }
+    free_space(s);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemMap(CUdeviceptr address, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags) {
+    ENTER(NEEDS_INIT);
+    (void)flags;
+    lock();
+    storage *s = storage_of(handle);
+    const space *at = find_space(address);
+    bool is_good = at && nbytes <= at->nbytes - (address - at->base) && offset == 0 && nbytes <= s->nbytes &&
+                   nbytes % GRANULE == 0 && !find_piece(address) && !find_piece(address + nbytes - 1);
+    if (is_good)
+        map_storage(address, nbytes, s, true);
+    unlock();
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* Whole pieces only. */
+CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
+    ENTER(NEEDS_INIT);
+    lock();
+    for (CUdeviceptr end = address + nbytes; address < end;) {
+        piece *p = find_piece(address);
+        if (!p || p->base != address || p->nbytes > end - address || !p->is_vmm)
+            die("memory is unmapped that is not mapped, or a part of a piece");
+        address += p->nbytes;
+        unmap_storage(p);
+    }
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *access, size_t count) {
+    ENTER(NEEDS_INIT);
+    for (size_t i = 0; i < count; i++) {
+        if (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READ && getenv("FAKE_CUDA_NO_READ_ONLY"))
+            return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    lock();
+    for (CUdeviceptr end = address + nbytes; address < end;) {
+        piece *p = find_piece(address);
+        if (!p || p->base != address || p->nbytes > end - address || !p->is_vmm)
+            die("access to memory that is not mapped");
+        for (size_t i = 0; i < count; i++) {
+            uint32_t bit = 1u << access[i].location.id;
+            p->readers = access[i].flags & CU_MEM_ACCESS_FLAGS_PROT_READ ? p->readers | bit : p->readers & ~bit;
+            p->writers = access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? p->writers | bit : p->writers & ~bit;
+        }
+        set_access(p);
+        address += p->nbytes;
+    }
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location, CUdeviceptr address) {
+    ENTER(NEEDS_INIT);
+    lock();
+    const piece *p = find_piece(address);
+    uint32_t bit = 1u << location->id;
+    if (p)
+        *flags = p->writers & bit   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                 : p->readers & bit ? CU_MEM_ACCESS_FLAGS_PROT_READ
+                                    : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    unlock();
+    return p ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* ---- Host memory ------------------------------------------------------------------------------------------------- */
+
+static pinned_range *find_pinned(uintptr_t address) {
+    pinned_range *r = LIST_FIRST(&pinned);
+    while (r && address - r->base >= r->nbytes)
+        r = LIST_NEXT(r, link);
+    return r;
+}
+
+bool is_pinned(const void *address) {
+    return find_pinned((uintptr_t)address);
+}
+
+static void add_pinned(void *base, size_t nbytes, bool is_registered) {
+    pinned_range *r = get(sizeof *r);
+    *r = (pinned_range){(uintptr_t)base, nbytes, ++last_id, is_registered, {0}};
+    LIST_INSERT_HEAD(&pinned, r, link);
+}
+
+CUresult cuMemHostAlloc(void **out, size_t nbytes, unsigned flags) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    (void)flags;
+    *out = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*out == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    lock();
+    add_pinned(*out, nbytes, false);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemFreeHost(void *base) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    lock();
+    pinned_range *r = find_pinned((uintptr_t)base);
+    if (!r || r->base != (uintptr_t)base || r->is_registered)
+        die("cuMemFreeHost of what cuMemHostAlloc did not allocate");
+    munmap(base, r->nbytes);
+    LIST_REMOVE(r, link);
+    free(r);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+/* Whether all of it is mapped, and can be written to if that is wanted. */
+static bool has_rights(uintptr_t at, size_t nbytes, bool is_written) {
+    FILE *maps = fopen("/proc/self/maps", "re");
+    char line[512], rights[5];
+    unsigned long first, last;
+    if (!maps)
+        die("no /proc");
+    for (uintptr_t end = at + nbytes; at < end && fgets(line, sizeof line, maps);) {
+        if (sscanf(line, "%lx-%lx %4s", &first, &last, rights) != 3 || at < first || at >= last)
+            continue;
+        if (rights[0] != 'r' || (is_written && rights[1] != 'w'))
+            break;
+        at = last;
+        nbytes = at < end ? end - at : 0;
+    }
+    fclose(maps);
+    return nbytes == 0;
+}
+
+CUresult cuMemHostRegister(void *base, size_t nbytes, unsigned flags) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    uintptr_t first = (uintptr_t)base;
+    CUresult result = CUDA_SUCCESS;
+    if (nbytes == 0 || !has_rights(first, nbytes, !(flags & CU_MEMHOSTREGISTER_READ_ONLY)))
+        return CUDA_ERROR_INVALID_VALUE;
+    lock();
+    for (const pinned_range *r = LIST_FIRST(&pinned); r; r = LIST_NEXT(r, link)) {
+        if (first < r->base + r->nbytes && r->base < first + nbytes)
+            result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    }
+    if (result == CUDA_SUCCESS)
+        add_pinned(base, nbytes, true);
+    unlock();
+    return result;
+}
+
+CUresult cuMemHostUnregister(void *base) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    lock();
+    wait_for_parked_streams();
+    pinned_range *r = find_pinned((uintptr_t)base);
+    if (!r || r->base != (uintptr_t)base || !r->is_registered)
+        die("host memory is unregistered that is not registered");
+    if (is_in_use_by_kernel(r->base, r->base + r->nbytes))
+        die("host memory at %p is unregistered while a kernel uses it", base);
+    LIST_REMOVE(r, link);
+    free(r);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostGetDevicePointer(CUdeviceptr *out, void *base, unsigned flags) {
+    ENTER(NEEDS_CONTEXT);
+    (void)flags;
+    lock();
+    bool is_good = is_pinned(base);
+    unlock();
+    *out = (CUdeviceptr)base;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* ---- What is known of addresses ---------------------------------------------------------------------------------- */
+
+static void put_attribute(CUpointer_attribute what, void *out, const piece *p, const pinned_range *r) {
+    switch (what) {
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        *(unsigned *)out = p ? CU_MEMORYTYPE_DEVICE : r ? CU_MEMORYTYPE_HOST : 0;
+        break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        *(int *)out = p ? p->storage->gpu->ordinal : r ? 0 : -2;
+        break;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        *(unsigned long long *)out = p ? p->id : r ? r->id : 0;
+        break;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        *(bool *)out = p && !p->is_vmm && !p->storage->is_import;
+        break;
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+        *(unsigned long long *)out = p ? p->storage->handle_types : 0;
+        break;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+        *(CUmemoryPool *)out = NULL;
+        break;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+        *(bool *)out = false;
+        break;
+    default:
+        die("an attribute of pointers that the fake driver does not know");
+    }
+}
+
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *what, void **out, CUdeviceptr address) {
+    ENTER(NEEDS_INIT);
+    lock();
+    for (unsigned i = 0; i < count; i++)
+        put_attribute(what[i], out[i], find_piece(address), find_pinned(address));
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address) {
+    ENTER(NEEDS_INIT);
+    lock();
+    const piece *p = find_piece(address);
+    if (p) {
+        *base = p->base;
+        *nbytes = p->nbytes;
+    }
+    unlock();
+    return p ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
+/* ---- Copies that the caller waits for ---------------------------------------------------------------------------- */
+
+CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t nbytes) {
+    ENTER(NEEDS_CONTEXT);
+    lock();
+    if (nbytes)
+        memcpy(reach(to, current_gpu()->ordinal), from, nbytes);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t nbytes) {
+    ENTER(NEEDS_CONTEXT);
+    lock();
+    if (nbytes)
+        memcpy(to, reach(from, current_gpu()->ordinal), nbytes);
+    unlock();
+    return CUDA_SUCCESS;
+}
