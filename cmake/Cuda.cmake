@@ -67,7 +67,7 @@ function(tb_cuda_kernels target)
     set(fatbin ${PROJECT_BINARY_DIR}/cuda/kernels.fatbin)
     file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
     # Bits must be those of the host: no fused multiply-add, no approximations.
-    set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false -lineinfo --threads 2
+    set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false --threads 2
         ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
     set(inputs ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h)
     cmake_path(GET PROJECT_BINARY_DIR PARENT_PATH builds) # all presets have their folders there
