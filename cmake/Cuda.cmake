@@ -129,6 +129,7 @@ function(tb_cuda_test name)
         SKIP_RETURN_CODE 77
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
     )
+    tb_pack_test(${name} ${target} ${arg_TIMEOUT})
 endfunction()
 
 # tb_cuda_tensors(target): a test can have its tensors on a GPU (tests/support/tensor_memory.h).
