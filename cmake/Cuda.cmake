@@ -7,6 +7,9 @@
 set(TB_CUDA AUTO CACHE STRING "Build the CUDA device: ON, OFF, or AUTO, if nvcc is found")
 set_property(CACHE TB_CUDA PROPERTY STRINGS AUTO ON OFF)
 
+option(TB_SHARED_KERNELS "Have the kernels of the CUDA device in a library of their own, once for all programs" OFF)
+mark_as_advanced(TB_SHARED_KERNELS)
+
 set(cuda_sources "")
 set(cuda_tools "") # files of the tools that need it
 set(cuda_summary "without the CUDA device: TB_CUDA is off")
@@ -61,14 +64,21 @@ set(cuda_targets 80 90 100)
 list(TRANSFORM cuda_targets REPLACE ".+" "-gencode=arch=compute_\\0,code=sm_\\0" OUTPUT_VARIABLE cuda_gencode)
 list(APPEND cuda_gencode -gencode=arch=compute_100,code=compute_100)
 
-# tb_cuda_kernels(target): embeds the fatbin in the target's files.
+# tb_cuda_kernels(target): embeds the fatbin in the target's files, or, with TB_SHARED_KERNELS, in a library that is
+# added to library_dependencies, with the lines that sanitizers tell.
 function(tb_cuda_kernels target)
     file(GLOB kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/*)
     set(fatbin ${PROJECT_BINARY_DIR}/cuda/kernels.fatbin)
     file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
-    # Bits must be those of the host: no fused multiply-add, no approximations.
-    set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false --threads 2
-        ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
+    set(lines "")
+    set(hidden ".hidden tb__cuda_fatbin\\n")
+    if(TB_SHARED_KERNELS)
+        set(lines -lineinfo)
+        set(hidden "")
+    endif()
+    # Bits must be those of the host: no fused multiply-add, no approximations. Uncompressed it is ten times as large.
+    set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false ${lines} -Xfatbin=-compress-all
+        --threads 2 ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
     set(inputs ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h)
     cmake_path(GET PROJECT_BINARY_DIR PARENT_PATH builds) # all presets have their folders there
     add_custom_command(
@@ -81,12 +91,24 @@ function(tb_cuda_kernels target)
         VERBATIM)
     set(embedded ${PROJECT_BINARY_DIR}/cuda/kernels.c)
     file(CONFIGURE OUTPUT ${embedded} CONTENT [[
-__asm__(".section .rodata\n.balign 64\n.global tb__cuda_fatbin\n.hidden tb__cuda_fatbin\ntb__cuda_fatbin:\n"
-        ".incbin \"@fatbin@\"\n.previous\n");
+__asm__(".section .rodata\n.balign 64\n.global tb__cuda_fatbin\n@hidden@.type tb__cuda_fatbin, @object\n"
+        "tb__cuda_fatbin:\n.incbin \"@fatbin@\"\n.size tb__cuda_fatbin, . - tb__cuda_fatbin\n.previous\n");
 typedef int not_empty; /* C allows no file without a declaration */
 ]] @ONLY)
     set_source_files_properties(${embedded} PROPERTIES OBJECT_DEPENDS ${fatbin})
-    target_sources(${target} PRIVATE ${embedded})
+    if(TB_SHARED_KERNELS)
+        add_library(tensorbus_kernels SHARED ${embedded})
+        # As if it came from elsewhere: it is not installed.
+        add_library(shared_kernels SHARED IMPORTED GLOBAL)
+        set_target_properties(shared_kernels PROPERTIES
+            IMPORTED_LOCATION ${PROJECT_BINARY_DIR}/libtensorbus_kernels.so
+            IMPORTED_SONAME libtensorbus_kernels.so
+        )
+        add_dependencies(shared_kernels tensorbus_kernels)
+        set(library_dependencies ${library_dependencies} shared_kernels PARENT_SCOPE)
+    else()
+        target_sources(${target} PRIVATE ${embedded})
+    endif()
     tb_cuda_headers(${target})
 endfunction()
 
@@ -134,6 +156,7 @@ function(tb_cuda_test name)
         SKIP_RETURN_CODE 77
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
     )
+    tb_pack_test(${name} ${target} ${arg_TIMEOUT})
 endfunction()
 
 # tb_cuda_tensors(target): a test can have its tensors on a GPU (tests/support/tensor_memory.h).

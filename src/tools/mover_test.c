@@ -135,9 +135,14 @@ static void init_trial(trial *t, const kind *k, const char *from, const char *to
     assert_ok(tool_job_weigh(&t->job));
 }
 
+static bool is_on_gpu(void) {
+    const char *device = getenv("TB_TEST_DEVICE");
+    return device && strcmp(device, "cuda") == 0;
+}
+
 static void test_kinds(void **state) {
-    static const char *const memory[][TOOL_NSIDES] = {
-        {NULL, NULL}, {"slow:0", "slow:1"}, {"slow", "pinned"}, {"pinned", "slow"}};
+    const char *device = is_on_gpu() ? "cuda:0" : "slow:0", *other = is_on_gpu() ? "cuda:0" : "slow:1";
+    const char *const memory[][TOOL_NSIDES] = {{NULL, NULL}, {device, other}, {device, "pinned"}, {"pinned", device}};
     (void)state;
     for (size_t m = 0; m < sizeof memory / sizeof *memory; m++) {
         for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
@@ -157,7 +162,7 @@ static void test_wrong(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         trial t;
-        init_trial(&t, &kinds[i], NULL, i % 2 ? "slow" : NULL);
+        init_trial(&t, &kinds[i], NULL, i % 2 ? is_on_gpu() ? "cuda" : "slow" : NULL);
         t.is_spoiled = true;
         assert_fails(run_trial(&t), TB_INTERNAL, "is wrong at");
         assert_non_null(strstr(tb_error_detail(), kinds[i].tensor.name));
@@ -167,6 +172,7 @@ static void test_wrong(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_kinds), cmocka_unit_test(test_wrong)};
-    slow_device_install();
+    if (!is_on_gpu())
+        slow_device_install();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
