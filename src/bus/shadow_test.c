@@ -51,6 +51,7 @@ static void on_committing(void *arg, bool is_done) {
     bool is_right = is_done          ? w->after == 0 || part_holds(w->w, w->after)
                     : w->before == 0 ? part_is_poison(w->w)
                                      : part_holds(w->w, w->before);
+    tensors_flush();
     atomic_fetch_add(&w->calls, 1);
     if (!is_right || (atomic_load(&w->calls) % 2 == 0) != is_done)
         atomic_store(&w->is_wrong, true);

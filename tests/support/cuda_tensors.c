@@ -129,7 +129,7 @@ bool cuda_tensor_bytes(const void *p, void **bytes) {
     return true;
 }
 
-static void flush(void) {
+void cuda_tensors_flush(void) {
     tensor *t;
     while ((t = LIST_FIRST(&open_tensors))) {
         size_t first = 0, last = t->nbytes;
@@ -150,7 +150,7 @@ static void flush(void) {
     tb_status __real_##name declared;                                                                                  \
     tb_status __wrap_##name declared;                                                                                  \
     tb_status __wrap_##name declared {                                                                                 \
-        flush();                                                                                                       \
+        cuda_tensors_flush();                                                                                          \
         return __real_##name arguments;                                                                                \
     }
 

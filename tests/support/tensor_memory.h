@@ -50,6 +50,7 @@ static inline bool is_slow_memory(const void *p) {
 void *cuda_tensor_alloc(size_t nbytes); /* NULL: there is no memory */
 bool cuda_tensor_free(void *p);         /* false: it is not such memory, here and below */
 bool cuda_tensor_bytes(const void *p, void **bytes);
+void cuda_tensors_flush(void);
 #endif
 
 /* Zeros, or anything. NULL: there is no memory. */
@@ -79,6 +80,13 @@ static inline void *tensor_bytes(const void *p) {
     bytes = slow_device_bytes(p);
 #endif
     return bytes;
+}
+
+/* For functions that the library calls: this thread has looked, and the library may go on. */
+static inline void tensors_flush(void) {
+#if defined(TB_SLOW_DEVICE) && defined(TB_TEST_CUDA)
+    cuda_tensors_flush();
+#endif
 }
 
 static inline void tensor_free(void *p) {

@@ -89,7 +89,7 @@ typedef struct block {
     size_t nbytes;
     tb__gpu *gpu;
     bool is_vmm, is_free;
-    tb__memory memory;
+    tb__memory memory; /* has as many bytes as were asked for */
 } block;
 
 /* Of freed blocks that are kept for a GPU. */
@@ -119,7 +119,8 @@ static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool
     pthread_mutex_lock(&pool.lock);
     size_t i = find_place(address);
     const block *b = i < pool.blocks.count && pool.blocks.item[i]->base <= address ? pool.blocks.item[i] : NULL;
-    *is_found = b && !b->is_free && nbytes <= b->nbytes - (address - b->base);
+    *is_found =
+        b && !b->is_free && address - b->base <= b->memory.nbytes && nbytes <= b->memory.nbytes - (address - b->base);
     if (*is_found)
         *out = b->memory;
     pthread_mutex_unlock(&pool.lock);
@@ -254,7 +255,6 @@ static tb_status create_block(tb__gpu *gpu, size_t nbytes, block **out) {
         return status;
     }
     b->memory = (tb__memory){.base = (void *)b->base,
-                             .nbytes = nbytes,
                              .index = gpu->ordinal,
                              .epoch = piece.id,
                              .is_shareable = piece.kind != TB__SHARE_NONE};
@@ -339,8 +339,10 @@ tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **ou
     pthread_mutex_lock(&pool.lock);
     block *b = take_kept(gpu, whole);
     tb_status status = b ? TB_OK : add_block(gpu, whole, &b);
-    if (status == TB_OK)
+    if (status == TB_OK) {
+        b->memory.nbytes = nbytes;
         *out = (void *)b->base;
+    }
     pthread_mutex_unlock(&pool.lock);
     tb__gpu_pop();
     return status;

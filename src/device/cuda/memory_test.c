@@ -112,7 +112,7 @@ static void test_kept_memory(void **state) {
     (void)state;
     void *p = alloc(7 << 20), *other = alloc(7 << 20);
     tb__memory memory = must_find((CUdeviceptr)p, 7 << 20);
-    assert_true(memory.is_shareable && memory.base == p);
+    assert_true(memory.is_shareable && memory.base == p && memory.nbytes == 7 << 20);
     assert_false(is_found((CUdeviceptr)p, memory.nbytes + 1));
     device->ops->free(device, p);
     assert_false(is_found((CUdeviceptr)p, 1));

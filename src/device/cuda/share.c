@@ -27,7 +27,7 @@ typedef struct identity {
 
 typedef struct piece {
     unsigned char handle[HANDLE_NBYTES]; /* not of kind TB__SHARE_FD */
-    uint64_t offset, nbytes;             /* in the memory */
+    uint64_t offset, nbytes;             /* in the memory; the last one may reach beyond it */
 } piece;
 
 /* A key that was received. */
@@ -36,6 +36,7 @@ typedef struct parsed_key {
     CUuuid uuid;
     piece *pieces;
     size_t npieces;
+    uint64_t nbytes; /* of the pieces */
 } parsed_key;
 
 /* Memory of another process at addresses of this one. */
@@ -43,7 +44,7 @@ typedef struct import {
     identity id;
     tb__gpu *gpu;
     CUdeviceptr base;
-    size_t nmapped; /* bytes, from the base on */
+    size_t nreserved, nmapped; /* bytes, from the base on */
     CUmemAccess_flags flags;
     size_t nmappings;
     LIST_ENTRY(import) link;
@@ -103,23 +104,24 @@ static tb_status export_piece(const tb__memory_piece *p, tb__memory_key *key) {
 
 /* The context is current. */
 static tb_status export_pieces(const tb__memory *memory, const tb__gpu *gpu, tb__memory_key *key) {
-    CUdeviceptr at = (CUdeviceptr)memory->base, end = at + memory->nbytes;
+    CUdeviceptr first = (CUdeviceptr)memory->base, at = first;
     tb__share_kind kind = TB__SHARE_NONE;
-    for (size_t n = 0; at < end; n++) {
+    for (size_t n = 0; n == 0 || at - first < memory->nbytes; n++) {
         tb__memory_piece p;
-        if (!tb__memory_find_piece(at, &p) || p.base != at || p.nbytes > end - at || p.kind == TB__SHARE_NONE ||
-            (n > 0 && p.kind != kind) || n == MOST_PIECES)
+        if (!tb__memory_find_piece(at, &p) || p.base != at || p.kind == TB__SHARE_NONE || (n > 0 && p.kind != kind) ||
+            n == MOST_PIECES)
             return tb__fail(TB_INVALID, "the memory at %p has changed, or has too many pieces", memory->base);
         if (n == 0) {
             kind = p.kind;
             tb__pack_u32(&key->bytes, kind);
             tb__pack_u64(&key->bytes, tb__cuda_process_id());
-            tb__pack_u64(&key->bytes, at);
+            tb__pack_u64(&key->bytes, first);
+            tb__pack_u64(&key->bytes, memory->nbytes);
             tb__pack_u64(&key->bytes, memory->epoch);
             tb__pack_raw(&key->bytes, &gpu->uuid, sizeof gpu->uuid);
         }
         TB_TRY(export_piece(&p, key));
-        tb__pack_u64(&key->bytes, at - (CUdeviceptr)memory->base);
+        tb__pack_u64(&key->bytes, at - first);
         tb__pack_u64(&key->bytes, p.nbytes);
         at += p.nbytes;
     }
@@ -155,7 +157,7 @@ static bool is_kind(uint32_t kind) {
     return kind == TB__SHARE_LEGACY || kind == TB__SHARE_FD || kind == TB__SHARE_FABRIC;
 }
 
-/* Pieces are side by side, and not empty. */
+/* Pieces are side by side and not empty, and the memory ends in the last one. */
 static bool read_pieces(tb__unpack *u, parsed_key *out) {
     for (size_t i = 0; i < out->npieces; i++) {
         piece *p = &out->pieces[i];
@@ -166,11 +168,11 @@ static bool read_pieces(tb__unpack *u, parsed_key *out) {
         }
         p->offset = tb__unpack_u64(u);
         p->nbytes = tb__unpack_u64(u);
-        if (u->failed || p->offset != out->id.nbytes || p->nbytes == 0 || p->nbytes > most_nbytes - out->id.nbytes)
+        if (u->failed || p->offset != out->nbytes || p->nbytes == 0 || p->nbytes > most_nbytes - out->nbytes)
             return false;
-        out->id.nbytes += p->nbytes;
+        out->nbytes += p->nbytes;
     }
-    return tb__unpack_is_done(u);
+    return tb__unpack_is_done(u) && out->id.nbytes <= out->nbytes;
 }
 
 /* out->pieces is freed by the caller, also if this fails. */
@@ -179,6 +181,7 @@ static tb_status parse_key(const tb__memory_key *key, parsed_key *out) {
     *out = (parsed_key){.id = {.kind = tb__unpack_u32(&u)}};
     out->id.process = tb__unpack_u64(&u);
     out->id.base = tb__unpack_u64(&u);
+    out->id.nbytes = tb__unpack_u64(&u);
     out->id.epoch = tb__unpack_u64(&u);
     const void *uuid = tb__unpack_raw(&u, sizeof out->uuid);
     if (!uuid || !is_kind(out->id.kind))
@@ -204,11 +207,11 @@ static tb_status open_legacy(import *to, const parsed_key *key) {
     memcpy(&handle, key->pieces[0].handle, sizeof handle);
     CUresult result = tb__cuda.cuIpcOpenMemHandle(&to->base, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
     if (result != CUDA_SUCCESS)
-        return tb__cuda_fail(result, "cuIpcOpenMemHandle of %zu bytes on %s", (size_t)key->id.nbytes, to->gpu->unit);
-    if (tb__memory_find_piece(to->base, &found) && found.base == to->base && found.nbytes == key->id.nbytes)
+        return tb__cuda_fail(result, "cuIpcOpenMemHandle of %zu bytes on %s", (size_t)key->nbytes, to->gpu->unit);
+    if (tb__memory_find_piece(to->base, &found) && found.base == to->base && found.nbytes == key->nbytes)
         return TB_OK;
     tb__cuda.cuIpcCloseMemHandle(to->base);
-    return tb__fail(TB_INVALID, "a key of %zu bytes of GPU memory, which has another size", (size_t)key->id.nbytes);
+    return tb__fail(TB_INVALID, "a key of %zu bytes of GPU memory, which has another size", (size_t)key->nbytes);
 }
 
 static CUresult import_handle(const parsed_key *key, const tb__memory_key *given, size_t i,
@@ -246,23 +249,24 @@ static tb_status grant(import *to) {
     return TB_OK;
 }
 
-static void unmap_pieces(const import *from, size_t nbytes) {
+static void unmap_pieces(const import *from) {
     if (from->nmapped)
         tb__cuda.cuMemUnmap(from->base, from->nmapped);
-    tb__cuda.cuMemAddressFree(from->base, nbytes);
+    tb__cuda.cuMemAddressFree(from->base, from->nreserved);
 }
 
 static tb_status map_pieces(import *to, const parsed_key *key, const tb__memory_key *given) {
-    CUresult result = tb__cuda.cuMemAddressReserve(&to->base, key->id.nbytes, 0, 0, 0);
+    to->nreserved = key->nbytes;
+    CUresult result = tb__cuda.cuMemAddressReserve(&to->base, to->nreserved, 0, 0, 0);
     if (result != CUDA_SUCCESS)
-        return tb__cuda_fail(result, "addresses for %zu bytes of memory on %s", (size_t)key->id.nbytes, to->gpu->unit);
+        return tb__cuda_fail(result, "addresses for %zu bytes of memory on %s", to->nreserved, to->gpu->unit);
     tb_status status = TB_OK;
     for (size_t i = 0; i < key->npieces && status == TB_OK; i++)
         status = map_piece(to, key, given, i);
     if (status == TB_OK)
         status = grant(to);
     if (status != TB_OK)
-        unmap_pieces(to, key->id.nbytes);
+        unmap_pieces(to);
     return status;
 }
 
@@ -272,7 +276,7 @@ static void close_import(import *it) {
         if (it->id.kind == TB__SHARE_LEGACY)
             tb__cuda.cuIpcCloseMemHandle(it->base);
         else
-            unmap_pieces(it, it->id.nbytes);
+            unmap_pieces(it);
         tb__gpu_pop();
     }
     free(it);

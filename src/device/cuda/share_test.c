@@ -361,7 +361,7 @@ static void put_u64(tb__memory_key *key, size_t from_end, uint64_t value) {
     memcpy(key->bytes.data + key->bytes.count - from_end, &value, sizeof value);
 }
 
-enum { UUID_AT = 4 + 8 + 8 + 8 };
+enum { NBYTES_AT = 4 + 8 + 8, UUID_AT = NBYTES_AT + 8 + 8 };
 
 static void test_bad_keys(void **state) {
     (void)state;
@@ -386,6 +386,10 @@ static void test_bad_keys(void **state) {
     put_u64(&key, 8, 2 * PIECE); /* more than there is */
     check_bad(&key, TB_IO, "cuda:0");
     put_u64(&key, 8, PIECE);
+    /* The memory's size. */
+    memcpy(key.bytes.data + NBYTES_AT, &(uint64_t){3 * PIECE + 1}, 8);
+    check_bad(&key, TB_INVALID, "malformed");
+    memcpy(key.bytes.data + NBYTES_AT, &(uint64_t){3 * PIECE}, 8);
     /* A descriptor of something else. */
     int fd = key.fds.item[1];
     key.fds.item[1] = fileno(tmpfile());
@@ -411,6 +415,7 @@ static void test_bad_keys(void **state) {
     put_u64(&key, 8, 4 * PIECE);
     check_bad(&key, TB_INVALID, "another size");
     put_u64(&key, 8, PIECE);
+    memcpy(key.bytes.data + NBYTES_AT, &(uint64_t){PIECE}, 8);
     check_bad(&key, TB_INVALID, "another size");
     tb__memory_key_fini(&key);
     ask(0, (request){.kind = FREE_ALL});

@@ -6,6 +6,7 @@
 #include <cuda.h>
 #pragma GCC visibility pop
 
+#include "../fake_cuda_kernels.h"
 #include "device/cuda/kernels.h"
 
 #include <pthread.h>
@@ -100,8 +101,5 @@ void hold_kernel(long n);
 void let_go(void);
 /* Whether the kernel that is being executed has used memory between these addresses. With the lock held. */
 bool is_in_use_by_kernel(uint64_t first, uint64_t last);
-
-/* Does what the kernel of that name does, of `grid` blocks. False: there is none. */
-bool fake_cuda_launch(const char *kernel, unsigned grid, void **params, void *(*translate)(uint64_t address));
 
 #endif
