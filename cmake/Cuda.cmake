@@ -40,6 +40,7 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/job_memory.c
             src/device/cuda/memory.c
             src/device/cuda/pin.c
+            src/device/cuda/program.c
             src/device/cuda/share.c
             src/device/cuda/signal.c
             src/device/cuda/stream.c
