@@ -45,15 +45,13 @@ accepted demo --gpu --size 1MiB --ranks 2,3
 printed '^verified  all [0-9]* elements on 3 ranks, in each of 3 versions$'
 printed '^memory    of cuda:0, Fake GPU$'
 not_printed memcpy
-accepted demo --gpu --bus --size 1MiB --ranks 1,2
-printed '^ *2  failed$'
-printed '^verified  all [0-9]* elements on 2 ranks, in each of 3 versions$'
 clean 'demo --gpu'
 
+names='gpu_row_col gpu_model gpu_replicate gpu_small gpu_tiny gpu_tiny_1m gpu_rows4 gpu_runs32 gpu_cast gpu_mxfp8
+    gpu_fp8_block gpu_nvfp4 gpu_partial gpu_transpose_f32 gpu_transpose_bf16 gpu_to_host host_to_gpu'
 accepted bench --gpu --size 2MiB --rounds 1 --json
 lines 20
-for name in gpu_row_col gpu_model gpu_replicate gpu_small gpu_tiny gpu_tiny_1m gpu_rows4 gpu_runs32 gpu_cast gpu_mxfp8 \
-    gpu_fp8_block gpu_nvfp4 gpu_partial gpu_transpose_f32 gpu_transpose_bf16 gpu_to_host host_to_gpu; do
+for name in $names; do
     printed "^{\"name\":\"$name\",.*\"gb_per_s\":[0-9.]*,\"ratio\":[0-9.]*,\"against\":\"cuMemcpyAsync.*\"at_least\":0.*,\"ok\":.*,\"wall_ratio\":[0-9.]*}"
 done
 printed '^{"name":"gpu_launches",.*"launches":[0-9.]*,"ratio":[0-9.]*,"against":"one",.*"at_most":4\.00,"ok":true}'
@@ -63,6 +61,11 @@ clean 'bench --gpu'
 accepted bench --gpu --size 2MiB --rounds 2 --only gpu_cast
 lines 2
 printed '^gpu_cast  .*  cuMemcpyAsync, as many  .*  at least 0\.95  '
+
+accepted demo --gpu --bus --size 1MiB --ranks 1,2
+printed '^ *2  failed$'
+printed '^verified  all [0-9]* elements on 2 ranks, in each of 3 versions$'
+clean 'demo --gpu --bus'
 
 refused "--only: 'gpu_cast' is measured with --gpu" bench --only gpu_cast
 refused "--only: 'cast' is measured without --hosts and --gpu" bench --gpu --only cast
