@@ -23,13 +23,21 @@ enum {
     CHECK_MS = 100,  /* between questions while the loop sleeps: after an error nothing wakes it */
 };
 
-/* The loop's descriptor, a timer. Functions on streams make it readable at once; they may be called after the device is
- * closed, so they are counted. */
+/* The loop's descriptor, a timer, which functions on streams make readable at once. They may be called when the device
+ * is closed, or never, so they know the waker by a number. */
 typedef struct waker {
+    uint64_t id;
     int fd;
-    _Atomic int nusers;
+    _Atomic int npending; /* functions that have not been called */
     _Atomic bool was_woken;
+    LIST_ENTRY(waker) link;
 } waker;
+
+static struct {
+    pthread_mutex_t lock; /* never held during a call of the driver */
+    uint64_t last_id;
+    LIST_HEAD(waker_list, waker) open;
+} wakers = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 typedef struct lane {
     CUstream stream;
@@ -84,7 +92,7 @@ struct cuda_run {
 typedef struct cuda_device {
     tb__device base;
     pthread_mutex_t lock; /* runs, and their fences: streams are recorded and wait in any thread */
-    waker *waker;
+    waker waker;
     _Atomic bool is_timer_set;
     _Atomic size_t nruns;
     TAILQ_HEAD(run_list, cuda_run) runs; /* as they came */
@@ -99,18 +107,22 @@ static int64_t now_us(void) {
 
 /* ---- Waking the loop --------------------------------------------------------------------------------------------- */
 
-static tb_status create_waker(waker **out) {
-    waker *w = tb__calloc(1, sizeof *w);
-    if (!w)
-        return TB_NO_MEMORY;
-    w->nusers = 1;
+static tb_status open_waker(waker *w) {
     w->fd = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    if (w->fd < 0) {
-        free(w);
+    if (w->fd < 0)
         return tb__fail(TB_IO, "a timer for a device: %s", tb__errno_text(errno));
-    }
-    *out = w;
+    pthread_mutex_lock(&wakers.lock);
+    w->id = ++wakers.last_id;
+    LIST_INSERT_HEAD(&wakers.open, w, link);
+    pthread_mutex_unlock(&wakers.lock);
     return TB_OK;
+}
+
+static void close_waker(waker *w) {
+    pthread_mutex_lock(&wakers.lock);
+    LIST_REMOVE(w, link);
+    pthread_mutex_unlock(&wakers.lock);
+    tb__fd_close(w->fd);
 }
 
 /* 0: never. Forgets what has come so far. */
@@ -124,18 +136,16 @@ static void wake(waker *w) {
     set_timer(w, 1);
 }
 
-static void let_go(waker *w) {
-    if (atomic_fetch_sub(&w->nusers, 1) > 1)
-        return;
-    tb__fd_close(w->fd);
-    free(w);
-}
-
 /* On a thread of the driver, which allows no call of its own. */
-static void CUDA_CB wake_loop(void *arg) {
-    waker *w = arg;
-    wake(w);
-    let_go(w);
+static void CUDA_CB wake_loop(void *id) {
+    pthread_mutex_lock(&wakers.lock);
+    for (waker *w = LIST_FIRST(&wakers.open); w; w = LIST_NEXT(w, link)) {
+        if (w->id == (uintptr_t)id) {
+            wake(w);
+            atomic_fetch_sub(&w->npending, 1);
+        }
+    }
+    pthread_mutex_unlock(&wakers.lock);
 }
 
 /* ---- Streams ----------------------------------------------------------------------------------------------------- */
@@ -192,14 +202,14 @@ static void wake_after(cuda_device *device, gpu_part *part) {
     if (get_waiter(device, part->gpu, &i) == TB_OK) {
         waiter *w = &device->streams[part->gpu->ordinal]->waiters.item[i];
         CUresult result = tb__cuda.cuStreamWaitEvent(w->stream, part->signal->event, 0);
-        atomic_fetch_add(&device->waker->nusers, 1);
+        atomic_fetch_add(&device->waker.npending, 1);
         if (result == CUDA_SUCCESS)
-            result = tb__cuda.cuLaunchHostFunc(w->stream, wake_loop, device->waker);
+            result = tb__cuda.cuLaunchHostFunc(w->stream, wake_loop, (void *)device->waker.id);
         if (result == CUDA_SUCCESS) {
             w->is_busy = part->wakes = true;
             part->waiter = i;
         } else {
-            let_go(device->waker);
+            atomic_fetch_sub(&device->waker.npending, 1);
             (void)tb__cuda_fail(result, "waiting for %s", part->gpu->unit);
         }
     }
@@ -419,9 +429,9 @@ static bool polls_on(cuda_device *device, int64_t now) {
         for (size_t i = 0; i < run->non; i++)
             wake_after(device, &run->on[i]);
     }
-    set_timer(device->waker, (int64_t)CHECK_MS * 1000000);
+    set_timer(&device->waker, (int64_t)CHECK_MS * 1000000);
     device->is_timer_set = true;
-    return atomic_load(&device->waker->was_woken); /* before the timer was set, which has undone it */
+    return atomic_load(&device->waker.was_woken); /* before the timer was set, which has undone it */
 }
 
 static bool cuda_progress(tb__device *base) {
@@ -431,11 +441,11 @@ static bool cuda_progress(tb__device *base) {
     pthread_mutex_lock(&device->lock);
     bool did = false;
     int64_t now = now_us();
-    atomic_store(&device->waker->was_woken, false);
+    atomic_store(&device->waker.was_woken, false);
     if (device->is_timer_set) {
         /* Functions that have not been called yet may still make the descriptor readable. */
-        device->is_timer_set = atomic_load(&device->waker->nusers) > 1;
-        set_timer(device->waker, 0);
+        device->is_timer_set = atomic_load(&device->waker.npending) > 0;
+        set_timer(&device->waker, 0);
     }
     for (cuda_run *run = TAILQ_FIRST(&device->runs), *next; run; run = next) {
         next = TAILQ_NEXT(run, link);
@@ -482,7 +492,7 @@ static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
     pthread_mutex_lock(&device->lock);
     if (wakes) {
         device->is_timer_set = true;
-        wake(device->waker);
+        wake(&device->waker);
     }
     TAILQ_INSERT_TAIL(&device->runs, run, link);
     atomic_fetch_add(&device->nruns, 1);
@@ -605,7 +615,7 @@ static tb_status cuda_open(tb__device **out) {
         return TB_NO_MEMORY;
     device->base.ops = &tb__cuda_device_ops;
     TAILQ_INIT(&device->runs);
-    tb_status status = create_waker(&device->waker);
+    tb_status status = open_waker(&device->waker);
     if (status != TB_OK) {
         free(device);
         return status;
@@ -637,13 +647,13 @@ static void cuda_close(tb__device *base) {
         free(streams->waiters.item);
         free(streams);
     }
-    let_go(device->waker);
+    close_waker(&device->waker);
     pthread_mutex_destroy(&device->lock);
     free(device);
 }
 
 static int cuda_fd(tb__device *device) {
-    return ((cuda_device *)device)->waker->fd;
+    return ((cuda_device *)device)->waker.fd;
 }
 
 static const char *cuda_unit_name(tb__device *device, int index) {

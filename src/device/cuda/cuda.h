@@ -111,7 +111,7 @@ typedef struct tb__gpu {
     int ordinal;
     CUdevice device;
     CUuuid uuid;
-    char name[64], unit[16]; /* "NVIDIA H200", "cuda:0" */
+    char name[64], unit[24]; /* "NVIDIA H200", "cuda:0" */
     int nprocessors;         /* streaming multiprocessors */
     CUcontext context;
     CUmodule module;

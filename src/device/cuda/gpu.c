@@ -218,7 +218,7 @@ bool tb__gpu_find_uuid(const CUuuid *uuid, int *ordinal) {
 
 /* ---- Names ------------------------------------------------------------------------------------------------------- */
 
-static char unit_names[TB__MAX_GPUS][16];
+static char unit_names[TB__MAX_GPUS][24];
 
 static void name_units(void) {
     for (int i = 0; i < TB__MAX_GPUS; i++)
@@ -232,10 +232,14 @@ const char *tb__gpu_unit_name(int ordinal) {
 }
 
 tb__gpu_uuid_text tb__gpu_format_uuid(const CUuuid *uuid) {
-    tb__gpu_uuid_text out;
-    int n = snprintf(out.text, sizeof out.text, "GPU-");
-    for (int i = 0; i < 16; i++)
-        n += snprintf(out.text + n, sizeof out.text - (size_t)n,
-                      i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", (unsigned char)uuid->bytes[i]);
+    static const char digits[] = "0123456789abcdef";
+    tb__gpu_uuid_text out = {"GPU-"};
+    char *at = out.text + 4;
+    for (int i = 0; i < 16; i++) {
+        if (i == 4 || i == 6 || i == 8 || i == 10)
+            *at++ = '-';
+        *at++ = digits[(unsigned char)uuid->bytes[i] >> 4];
+        *at++ = digits[(unsigned char)uuid->bytes[i] & 15];
+    }
     return out;
 }

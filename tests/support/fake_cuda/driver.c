@@ -29,6 +29,24 @@ void die(const char *format, ...) {
     abort();
 }
 
+/* Objects that handles point to: they stay, so that the use of one that was destroyed is seen. */
+typedef struct kept {
+    struct kept *next;
+    _Alignas(max_align_t) char bytes[];
+} kept;
+
+static _Atomic(kept *) all_kept;
+
+void *make_object(size_t nbytes) {
+    kept *k = calloc(1, sizeof *k + nbytes);
+    if (!k)
+        die("no memory");
+    k->next = atomic_load(&all_kept);
+    while (!atomic_compare_exchange_weak(&all_kept, &k->next, k))
+        ;
+    return k->bytes;
+}
+
 void lock(void) {
     pthread_mutex_lock(&fake.lock);
 }
@@ -318,9 +336,9 @@ __attribute__((visibility("default"))) CUresult cuCtxCreate_v2(CUcontext *contex
 CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device) {
     ENTER(NEEDS_INIT);
     (void)flags;
-    CUcontext made = calloc(1, sizeof *made);
-    if (!made || thread.count == MOST_CONTEXTS)
-        die("no memory, or too many contexts");
+    CUcontext made = make_object(sizeof *made);
+    if (thread.count == MOST_CONTEXTS)
+        die("too many contexts");
     *made = (struct CUctx_st){.kind = CONTEXT, .gpu = &fake.gpus[device]};
     thread.contexts[thread.count++] = *context = made;
     return CUDA_SUCCESS;

@@ -57,6 +57,7 @@ _Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2))
 void lock(void);
 void unlock(void);
 uint64_t random_below(uint64_t n); /* with the lock held */
+void *make_object(size_t nbytes);  /* zeros */
 
 /* What a call needs. */
 enum {

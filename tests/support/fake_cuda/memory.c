@@ -69,7 +69,7 @@ static void *get(size_t nbytes) {
 /* ---- Storages ---------------------------------------------------------------------------------------------------- */
 
 static storage *make_storage(fake_gpu *gpu, int fd, size_t nbytes) {
-    storage *s = get(sizeof *s);
+    storage *s = make_object(sizeof *s);
     *s = (storage){.kind = STORAGE, .fd = fd, .nbytes = nbytes, .gpu = gpu, .nusers = 1};
     return s;
 }

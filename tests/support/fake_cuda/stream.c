@@ -196,8 +196,11 @@ static void *do_all_work(void *unused) {
         int64_t now = now_us();
         uint64_t nready = 0;
         bool is_any = false;
-        for (CUstream s = LIST_FIRST(&streams); s; s = LIST_NEXT(s, link)) {
+        for (CUstream s = LIST_FIRST(&streams), next; s; s = next) {
             work *w = TAILQ_FIRST(&s->queue);
+            next = LIST_NEXT(s, link);
+            if (!w && s->kind == DEAD)
+                LIST_REMOVE(s, link);
             is_any |= w != NULL;
             if (w && may_go_on(w, now) && random_below(++nready) == 0)
                 chosen = s;
@@ -250,7 +253,7 @@ void let_go(void) {
 
 /* With the lock held. */
 static CUstream make_stream(CUcontext context) {
-    CUstream s = get(sizeof *s);
+    CUstream s = make_object(sizeof *s);
     *s = (struct CUstream_st){.kind = STREAM, .context = context};
     TAILQ_INIT(&s->queue);
     LIST_INSERT_HEAD(&streams, s, link);
@@ -386,7 +389,7 @@ CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument) {
 CUresult cuEventCreate(CUevent *out, unsigned flags) {
     ENTER(NEEDS_CONTEXT);
     (void)flags;
-    *out = get(sizeof **out);
+    *out = make_object(sizeof **out);
     **out = (struct CUevent_st){.kind = EVENT, .gpu = current_gpu()};
     return CUDA_SUCCESS;
 }
@@ -453,7 +456,7 @@ CUresult cuModuleLoadData(CUmodule *out, const void *image) {
 CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
     ENTER(NEEDS_CONTEXT);
     (void)module;
-    *out = get(sizeof **out);
+    *out = make_object(sizeof **out);
     (*out)->kind = FUNCTION;
     strncpy((*out)->name, name, sizeof(*out)->name - 1);
     return CUDA_SUCCESS;
