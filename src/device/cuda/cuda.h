@@ -45,7 +45,6 @@
     X(cuMemHostGetDevicePointer, 3020)                                                                                 \
     X(cuMemcpyAsync, 4000)                                                                                             \
     X(cuMemcpyHtoDAsync, 3020)                                                                                         \
-    X(cuMemsetD8Async, 3020)                                                                                           \
     X(cuIpcGetMemHandle, 4010)                                                                                         \
     X(cuIpcOpenMemHandle, 11000)                                                                                       \
     X(cuIpcCloseMemHandle, 4010)                                                                                       \

@@ -177,13 +177,14 @@ static void test_without_vmm(void **state) {
             setenv("FAKE_CUDA_NO_VMM", "1", 1);
         else
             control->fail_call("cuMemCreate", 1, CUDA_ERROR_NOT_SUPPORTED); /* the first try is refused as it is */
-        void *p = alloc((size_t)50 << 20);
-        tb__memory memory = must_find((CUdeviceptr)p, (size_t)50 << 20);
+        size_t nbytes = (size_t)(i ? 300 : 50) << 20;
+        void *p = alloc(nbytes);
+        tb__memory memory = must_find((CUdeviceptr)p, nbytes);
         tb__memory_piece piece;
         assert_true(memory.is_shareable && tb__memory_find_piece((CUdeviceptr)p, &piece));
         assert_int_equal(piece.kind, TB__SHARE_LEGACY);
         device->ops->free(device, p);
-        assert_true(alloc((size_t)50 << 20) == p);
+        assert_true(alloc(nbytes) == p);
         device->ops->free(device, p);
         unsetenv("FAKE_CUDA_NO_VMM");
     }
