@@ -7,7 +7,11 @@
 set(TB_CUDA AUTO CACHE STRING "Build the CUDA device: ON, OFF, or AUTO, if nvcc is found")
 set_property(CACHE TB_CUDA PROPERTY STRINGS AUTO ON OFF)
 
+option(TB_SHARED_KERNELS "Have the kernels of the CUDA device in a library of their own, once for all programs" OFF)
+mark_as_advanced(TB_SHARED_KERNELS)
+
 set(cuda_sources "")
+set(cuda_tools "") # files of the tools that need it
 set(cuda_summary "without the CUDA device: TB_CUDA is off")
 if(TB_CUDA)
     find_package(Python3 QUIET COMPONENTS Interpreter)
@@ -36,9 +40,16 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/job_memory.c
             src/device/cuda/memory.c
             src/device/cuda/pin.c
+            src/device/cuda/program.c
             src/device/cuda/share.c
             src/device/cuda/signal.c
             src/device/cuda/stream.c
+        )
+        set(cuda_tools
+            src/tools/bench_driver.c
+            src/tools/bench_gpu.c
+            src/tools/bench_gpu_latency.c
+            src/tools/bench_gpu_lines.c
         )
         set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
     elseif(TB_CUDA STREQUAL "AUTO")
@@ -54,27 +65,56 @@ set(cuda_targets 80 90 100)
 list(TRANSFORM cuda_targets REPLACE ".+" "-gencode=arch=compute_\\0,code=sm_\\0" OUTPUT_VARIABLE cuda_gencode)
 list(APPEND cuda_gencode -gencode=arch=compute_100,code=compute_100)
 
-# tb_cuda_kernels(target): embeds the fatbin in the target's files.
+# tb_cuda_kernels(target): embeds the fatbin in the target's files, or, with TB_SHARED_KERNELS, in a library that is
+# added to library_dependencies, with the lines that sanitizers tell.
 function(tb_cuda_kernels target)
     file(GLOB kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/*)
     set(fatbin ${PROJECT_BINARY_DIR}/cuda/kernels.fatbin)
     file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
-    # Bits must be those of the host: no fused multiply-add, no approximations.
+    set(lines "")
+    set(hidden ".hidden tb__cuda_fatbin\\n")
+    if(TB_SHARED_KERNELS)
+        set(lines -lineinfo)
+        set(hidden "")
+    endif()
+    # Bits must be those of the host: no fused multiply-add, no approximations. Uncompressed it is ten times as large.
+    set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false ${lines} -Xfatbin=-compress-all
+        --threads 2 ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
+    set(inputs ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h)
+    cmake_path(GET PROJECT_BINARY_DIR PARENT_PATH builds) # all presets have their folders there
     add_custom_command(
         OUTPUT ${fatbin}
-        COMMAND ${TB_NVCC} -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false -lineinfo
-            --threads 2 ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include
-            -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu
-        DEPENDS ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h
-        COMMENT "Compiling kernels for GPUs")
+        COMMAND ${CMAKE_COMMAND} -D nvcc=${TB_NVCC} "-D flags=${flags}" "-D inputs=${inputs}"
+            -D source=${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu -D cache=${builds}/kernels
+            -D fatbin=${fatbin} -P ${PROJECT_SOURCE_DIR}/cmake/Fatbin.cmake
+        DEPENDS ${inputs} ${PROJECT_SOURCE_DIR}/cmake/Fatbin.cmake
+        COMMENT "Compiling kernels for GPUs"
+        VERBATIM)
     set(embedded ${PROJECT_BINARY_DIR}/cuda/kernels.c)
     file(CONFIGURE OUTPUT ${embedded} CONTENT [[
-__asm__(".section .rodata\n.balign 64\n.global tb__cuda_fatbin\n.hidden tb__cuda_fatbin\ntb__cuda_fatbin:\n"
-        ".incbin \"@fatbin@\"\n.previous\n");
+__asm__(".section .rodata\n.balign 64\n.global tb__cuda_fatbin\n@hidden@.type tb__cuda_fatbin, @object\n"
+        "tb__cuda_fatbin:\n.incbin \"@fatbin@\"\n.size tb__cuda_fatbin, . - tb__cuda_fatbin\n.previous\n");
 typedef int not_empty; /* C allows no file without a declaration */
 ]] @ONLY)
     set_source_files_properties(${embedded} PROPERTIES OBJECT_DEPENDS ${fatbin})
-    target_sources(${target} PRIVATE ${embedded})
+    if(TB_SHARED_KERNELS)
+        add_library(tensorbus_kernels SHARED ${embedded})
+        # As if it came from elsewhere: it is not installed.
+        add_library(shared_kernels SHARED IMPORTED GLOBAL)
+        set_target_properties(shared_kernels PROPERTIES
+            IMPORTED_LOCATION ${PROJECT_BINARY_DIR}/libtensorbus_kernels.so
+            IMPORTED_SONAME libtensorbus_kernels.so
+        )
+        add_dependencies(shared_kernels tensorbus_kernels)
+        set(library_dependencies ${library_dependencies} shared_kernels PARENT_SCOPE)
+    else()
+        target_sources(${target} PRIVATE ${embedded})
+    endif()
+    tb_cuda_headers(${target})
+endfunction()
+
+# tb_cuda_headers(target): its files include those of the CUDA device.
+function(tb_cuda_headers target)
     target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
     target_compile_definitions(${target} PRIVATE TB_HAS_CUDA)
 endfunction()
@@ -117,6 +157,7 @@ function(tb_cuda_test name)
         SKIP_RETURN_CODE 77
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
     )
+    tb_pack_test(${name} ${target} ${arg_TIMEOUT})
 endfunction()
 
 # tb_cuda_tensors(target): a test can have its tensors on a GPU (tests/support/tensor_memory.h).

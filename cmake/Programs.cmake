@@ -47,8 +47,7 @@ function(tb_slow_test name)
     endif()
     string(REPLACE "/" "_" target ${name}_slow)
     tb_program(${target} src/${name}.c tests/${name}_slow)
-    target_sources(${target} PRIVATE tests/support/slow_device.c tests/support/slow_device_runs.c
-        tests/support/random_case.c ${arg_SOURCES})
+    target_sources(${target} PRIVATE ${slow_device} tests/support/random_case.c ${arg_SOURCES})
     target_compile_definitions(${target} PRIVATE TB_SLOW_DEVICE)
     target_link_libraries(${target} PRIVATE PkgConfig::cmocka)
     tb_show_internals(${target})
@@ -56,6 +55,9 @@ function(tb_slow_test name)
     if(cuda_sources AND NOT arg_NO_CUDA)
         tb_cuda_tensors(${target})
         list(APPEND devices cuda)
+        foreach(device IN ITEMS cuda cuda_mixed)
+            tb_pack_test(${name}_${device} ${target} ${arg_TIMEOUT} TB_TEST_DEVICE=${device})
+        endforeach()
     endif()
     foreach(device IN LISTS devices)
         add_test(NAME ${name}_${device} COMMAND ${target})
@@ -65,6 +67,32 @@ function(tb_slow_test name)
         endif()
         set_tests_properties(${name}_${device} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${environment}")
     endforeach()
+endfunction()
+
+# tb_pack_test(name target seconds [VARIABLE=VALUE...]): `./dev gpu` packs the test, which runs on a GPU, and may take so
+# long.
+function(tb_pack_test name target seconds)
+    get_target_property(folder ${target} RUNTIME_OUTPUT_DIRECTORY)
+    get_target_property(file ${target} OUTPUT_NAME)
+    file(RELATIVE_PATH program ${PROJECT_BINARY_DIR}/tests ${folder}/${file})
+    string(REPLACE ";" " " line "${name};${seconds};${program};${ARGN}")
+    set_property(GLOBAL APPEND PROPERTY gpu_tests ${line})
+    set_property(GLOBAL APPEND PROPERTY gpu_targets ${target})
+endfunction()
+
+# tb_gpu_programs(pattern...): the target that builds all of these, and their list, gpu_tests; and a test that packs them
+# and runs those that match a pattern on the fake driver.
+function(tb_gpu_programs)
+    get_property(tests GLOBAL PROPERTY gpu_tests)
+    get_property(targets GLOBAL PROPERTY gpu_targets)
+    list(REMOVE_DUPLICATES targets)
+    string(REPLACE ";" "\n" tests "${tests}")
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/gpu_tests CONTENT "@tests@\n" @ONLY)
+    add_custom_target(gpu_programs DEPENDS tensorbus ${targets})
+    if(tests AND NOT TB_SANITIZE)
+        add_test(NAME gpu/pack COMMAND sh ${PROJECT_SOURCE_DIR}/tests/gpu/pack_test.sh ${ARGN})
+        set_tests_properties(gpu/pack PROPERTIES TIMEOUT 300 ENVIRONMENT "BUILD=${PROJECT_BINARY_DIR}")
+    endif()
 endfunction()
 
 # tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
@@ -90,7 +118,8 @@ function(tb_agent_test name)
 endfunction()
 
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
-# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with; exit status 77 is a skip.
+# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with, in $FAKE_CUDA the folder of the fake
+# driver if it has the CUDA device; exit status 77 is a skip.
 function(tb_cli_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
     if(NOT arg_TIMEOUT)
@@ -103,6 +132,9 @@ function(tb_cli_test name)
         "SANITIZED=${TB_SANITIZE}"
         "MPIS=${built_mpis}"
     )
+    if(TARGET fake_cuda)
+        list(APPEND environment "FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda")
+    endif()
     set_tests_properties(cli/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}
         SKIP_RETURN_CODE 77

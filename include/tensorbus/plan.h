@@ -199,14 +199,14 @@ TB_API void tb_plan_cache_counters(const tb_plan_cache *cache, uint64_t *hits, u
 /* ---- Transfer IR --------------------------------------------------------------------------------------------- */
 
 /* How a chunk's bytes cross ranks. Roles (is_source, is_target) are told apart from it, and never inferred. */
-typedef enum tb_transport_kind {
+typedef enum tb_chunk_mode {
     TB_P2P,
     TB_BROADCAST,
     TB_LOCAL, /* same rank: a copy, or a fill with zeros */
     TB_NONE,  /* takes part in a reduction, ships nothing */
-} tb_transport_kind;
+} tb_chunk_mode;
 
-TB_API const char *tb_transport_kind_name(tb_transport_kind kind);
+TB_API const char *tb_chunk_mode_name(tb_chunk_mode mode);
 
 /* One tensor of a batch. */
 typedef struct tb_tensor_spec {
@@ -226,7 +226,7 @@ typedef struct tb_tensor_spec {
 
 /* One box and what this rank does with it. Pure data. */
 typedef struct tb_chunk {
-    tb_transport_kind transport;
+    tb_chunk_mode mode;
     bool is_source;    /* reads a local tensor into the buffer */
     bool is_target;    /* writes the buffer into a local tensor */
     bool is_coded;     /* see tb_tensor_spec; never in one bucket with those that are not */
@@ -266,7 +266,7 @@ typedef struct tb_bucket {
 } tb_bucket;
 
 /* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
- * first chunk says: transport, source, targets, contributors and how they are combined. */
+ * first chunk says: mode, source, targets, contributors and how they are combined. */
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;

@@ -131,9 +131,10 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
 
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
-/* Tensors lie in memory of a *device*, which has a name. This build knows "host", memory that the CPU reads and writes;
- * whatever no other device claims is taken for it. The library finds out where a tensor lies. A program may also say
- * so, in tb_tensor.memory and tb_copy_view.memory: then memory that turns out to be of another device is refused. */
+/* Tensors lie in memory of a *device*, which has a name: "host", memory that the CPU reads and writes; "cuda", that of
+ * GPUs, of which "cuda:1" is one, by its ordinal in this program. Whatever no other device claims is taken for "host".
+ * The library finds out where a tensor lies. A program may also say so, in tb_tensor.memory and tb_copy_view.memory:
+ * then memory that turns out to be elsewhere is refused. */
 
 /* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
  * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes; zero bytes are a pointer,
@@ -142,8 +143,20 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
  * and a forked child has none of its parent's: touching it there is a fault, freeing it does nothing. */
 TB_API tb_status tb_alloc(size_t nbytes, void **out);
 
-/* NULL is allowed; what is no live allocation is logged as an error, and left alone. Memory that a batch uses must
- * first be given up: tb_batch_destroy, or tb_world_invalidate that has returned TB_OK. */
+/* The same on a device, for which no world is needed:
+ *
+ *     "host"            tb_alloc
+ *     "pinned"          tb_alloc in pages of its own, which the driver of a GPU has pinned, so that GPUs read and write
+ *                       them at full speed. Pinning takes about 0.1 s for each GiB
+ *     "cuda", "cuda:1"  memory of a GPU, by its ordinal in this program, or of the one that the calling thread uses;
+ *                       GPUs of other processes of this machine can read it in place
+ *
+ * TB_INVALID, with the devices of this build, for any other; TB_REFUSED, with what is missing, if this machine has no
+ * such device. What the memory holds at first is not said. */
+TB_API tb_status tb_alloc_on(const char *device, size_t nbytes, void **out);
+
+/* Frees memory of either. NULL is allowed; what is no live allocation is logged as an error, and left alone. Memory
+ * that a batch uses must first be given up: tb_batch_destroy, or tb_world_invalidate that has returned TB_OK. */
 TB_API void tb_free(void *ptr);
 
 /* ---- World --------------------------------------------------------------------------------------------------- */
@@ -162,7 +175,7 @@ typedef struct tb_world_opts {
      * the only one to use: "self", "shm", "ucx". */
     const char *transport;
     int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
-    bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+    bool manual;      /* no thread of ours: the program calls tb_world_progress when tb_world_fd is readable */
     const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
     int64_t plan_bytes; /* the most memory for plans that are kept for batches that are made again; default: 64 MiB. The
                            least recently used plans are dropped first */
@@ -199,9 +212,11 @@ TB_API tb_status tb_world_progress(tb_world *world);
  * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services, on the ranks
  * that have come to them. What was released, or is in a snapshot, is not affected. After TB_OK this process neither
  * reads nor writes the memory, and no peer writes it; a peer that has read it meanwhile, or is still reading, discards
- * what it read and fails. Batches with tensors in it have to be made again, also those that have not moved yet.
+ * what it read and fails. Device memory is not mapped by any peer any more. Batches with tensors in it have to be made
+ * again, also those that have not moved yet.
  *
- * Waits for copies that are under way, for the world's timeout_ms at most. TB_TIMEOUT ("still in use by ..."): the
+ * Waits for copies that are under way, and for peers to unmap device memory, for the world's timeout_ms at most.
+ * TB_TIMEOUT ("still in use by ..."): the
  * memory must not be freed yet; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a
  * function that the library calls. A shadowed receive that was decided and has not changed the tensors yet fails on
  * this rank alone: the others of its group have the version. */
@@ -384,11 +399,12 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
  * in one of them (a cast that is refused, targets that overlap) by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
-/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
- * comes from whom, by way of whom, and, of what is received, how it is written: *direct* (it is read into its place),
- * *copy* (it came in a bucket), *transform* (it is converted), or *in place* (it is there already), and how it is
- * reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with the reason. Ranks are those of the bus. To
- * be freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor, and on which
+ * device if it is not the host, goes to or comes from whom, by way of whom, and, of what is received, how it is
+ * written: *direct* (it is read into its place), *copy* (it came in a bucket), *transform* (it is converted), or *in
+ * place* (it is there already), and how it is reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with
+ * the reason. Ranks are those of the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer
+ * in that direction, which settles it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it
@@ -472,10 +488,12 @@ typedef struct tb_transfer_opts {
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
     bool hold;
-    /* A stream of the device that this rank's tensors are on: points to its handle, which is read during the call.
-     * NULL: none. A send reads the tensors, and a receive writes them, after the work that is on the stream when the
-     * call is made. Host memory is not ordered by streams: there the transfer may use the tensors from the call on, and
-     * the stream is ignored. A tensor on another device that has no streams fails the call (TB_REFUSED). */
+    /* A stream of the device that this rank's tensors are on: points to its handle (of "cuda", a CUstream or
+     * cudaStream_t), which is read during the call, because the handle of the default stream is 0. NULL: none. A send
+     * reads the tensors, and a receive writes them, after the work that is on the stream when the call is made; the
+     * call itself does not wait for that. Host memory is not ordered by streams: there the transfer may use the tensors
+     * from the call on. TB_REFUSED if the stream is being captured, if tensors are on a device that has no streams, or
+     * on two devices that have. */
     const void *stream;
 } tb_transfer_opts;
 
@@ -505,10 +523,15 @@ TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_trans
  * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
 TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
 
-/* Makes a stream (see tb_transfer_opts) wait for an event: what is submitted to it after this call is done after the
- * event. It may return earlier than that, where the tensors' device has streams; `stream` must not be NULL. For host
- * memory the event has come about when it returns: it waits as tb_wait does, until the transfer's own deadline. A
- * transfer that has failed returns its status; the stream is not to be relied upon then. */
+/* Makes a stream (see tb_transfer_opts; not NULL) wait for an event: what is submitted to it after this call is done
+ * after the event. Of TB_ARRIVED this waits only until the device has been given all copies, of other events not at
+ * all. Where the event has come about already, the stream does not wait. For host memory the event has come about when
+ * this returns: it waits as tb_wait does, until the transfer's own deadline. So it does where a batch has tensors, or
+ * scales of tensors, on the host besides others, and for TB_ARRIVED if that is so of tensors that are received there.
+ *
+ * A transfer that has failed returns its status. One that fails later, is cancelled or comes to its deadline lets the
+ * stream go on, when it uses the tensors no more: so look at tb_wait, too, before what the stream did is relied upon.
+ * The transfer must not be destroyed before, which cancels it. */
 TB_API tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream);
 
 /* Lets a transfer with `hold` change the tensors, now or as soon as it is decided. TB_INVALID for any other. */
@@ -608,7 +631,7 @@ TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size
 /* ---- Agents -------------------------------------------------------------------------------------------------- */
 
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
- * machine, can have the seat, and move tensors for it. What follows is the host program's side. Names, layouts, tensors
+ * machine, can have the seat, and move tensors for it. What follows is the program's side. Names, layouts, tensors
  * and options are those of pairs and batches above. Tensors are in host memory. Those in memory of tb_alloc are used
  * where they are; others are copied through the agent, which has to be allowed to read and write this process's memory.
  *

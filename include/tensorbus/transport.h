@@ -83,6 +83,7 @@ typedef struct tb_range {
 
 typedef struct tb_op tb_op;
 struct tb_op {
+    size_t size; /* set by the library */
     tb_op_kind kind;
     int32_t peer; /* destination or source */
     uint64_t tag;
@@ -161,6 +162,15 @@ typedef struct tb_transport_ops {
     /* (optional; default: a peer that was lost stays lost) Ends the connection: the peer is lost at both ends, and
      * `lost` is called in progress. `connect` begins another one. */
     void (*disconnect)(void *context, int32_t peer, const char *why);
+
+    /* (optional, both; default: TB_REFUSED) Sends copies of file descriptors, any number of them, to a peer on this
+     * machine, which can take them by *id once a message sent after this call has reached it. They may be closed after
+     * the call. */
+    tb_status (*fd_send)(void *context, int32_t peer, const int *fds, size_t nfds, uint64_t *id);
+    /* Takes the descriptors that the peer has sent under this id; the caller closes them. TB_INVALID unless they are
+     * `nfds`; TB_IO if this process had none left for them. Those that nobody takes are closed when the connection
+     * ends. */
+    tb_status (*fd_take)(void *context, int32_t peer, uint64_t id, int *fds, size_t nfds);
 } tb_transport_ops;
 
 /* Registers a transport in the process, permanently. In the order of preference it comes after transports within a
@@ -168,12 +178,6 @@ typedef struct tb_transport_ops {
  * again is no error; TB_CONFLICT if another transport has the name; TB_INVALID if a required slot is missing, or
  * TB_MEM_HOST is not in `memory`. Existing worlds do not use it. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
-
-/* An open transport. */
-typedef struct tb_transport {
-    const tb_transport_ops *ops;
-    void *context;
-} tb_transport;
 
 #ifdef __cplusplus
 }

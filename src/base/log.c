@@ -1,4 +1,4 @@
-/* The log: one sink for the process, set by the host program. */
+/* The log: one sink for the process, set by the program. */
 #include "base/log.h"
 #include "base/text.h"
 

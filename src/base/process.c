@@ -100,7 +100,7 @@ void tb__owned_fd_close(tb__owned_fd *owned) {
 }
 
 tb_status tb__start_thread(pthread_t *thread, const char *name, void *(*run)(void *), void *arg) {
-    /* The host program's handlers run on the host program's threads. */
+    /* The program's signal handlers run on the program's own threads. */
     sigset_t every, before;
     sigfillset(&every);
     pthread_sigmask(SIG_SETMASK, &every, &before);

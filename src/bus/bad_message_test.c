@@ -25,9 +25,10 @@ static tb__flow *flow_of(const tb_batch *batch) {
 }
 
 static void pack_key(tb__pack *pack, tb__region *region, tb__peer *peer) {
-    tb_mem_key key = {0};
+    tb__pack key = {0};
     check_ok(tb__region_export(region, peer, &key));
-    tb__pack_bytes(pack, key.bytes, key.nbytes);
+    tb__pack_bytes(pack, key.data, key.count);
+    tb__pack_fini(&key);
 }
 
 /* With the lock held. */

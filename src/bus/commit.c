@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ASK_AGAIN_MS = 100, LEAD_ABORTS_MS = 1000, APPLY_AGAIN_MS = 20 };
+enum { ASK_AGAIN_MS = 100, LEAD_ABORTS_MS = 1000, APPLY_AGAIN_MS = 20, STUCK_MS = 5000 };
 enum { MOST_SPANS = 64 };
 enum { MESSAGE_PREPARED, MESSAGE_DECIDED };
 
@@ -38,10 +38,11 @@ enum {
     SEND_COMMIT = 2, /* DECIDED */
     PROPOSE = 4,     /* to abort, if there is a reason; else to commit */
     APPLY = 8,
-    DISCARD_ABORTED = 16,
-    DISCARD_UNKNOWN = 32,
-    DISCARD_NOT_APPLIED = 64,
-    FORGET = 128, /* answers that no rank will ask for again */
+    GIVE_UP_APPLY = 16,
+    DISCARD_ABORTED = 32,
+    DISCARD_UNKNOWN = 64,
+    DISCARD_NOT_APPLIED = 128,
+    FORGET = 256, /* answers that no rank will ask for again */
 };
 
 /* Inputs that are looked up at each step. */
@@ -138,8 +139,11 @@ static unsigned make_transition(tb__commit_machine *c, const conditions *s) {
         c->state = COMMIT_APPLYING;
         return APPLY;
     case COMMIT_APPLYING:
+        if (!c->is_applied && is_over && c->wake_ms == 0)
+            c->wake_ms = s->now_ms + STUCK_MS;
         if (!c->is_applied)
-            return 0;
+            return c->wake_ms && s->now_ms >= c->wake_ms ? GIVE_UP_APPLY : 0;
+        c->wake_ms = 0;
         if (c->not_applied.status == TB_NO_MEMORY && !is_over) {
             c->wake_ms = s->now_ms + APPLY_AGAIN_MS;
             c->state = COMMIT_DECIDED;
@@ -328,6 +332,8 @@ static void perform_outputs(tb__commit_machine *c, unsigned outputs) {
         propose_decision(c);
     if (outputs & APPLY)
         tb__flow_apply(flow_of(c));
+    if (outputs & GIVE_UP_APPLY)
+        tb__flow_give_up_apply(flow_of(c));
     if (outputs & DISCARD_ABORTED)
         tb__flow_discard(flow_of(c), true, c->aborted.status, c->aborted.why);
     if (outputs & DISCARD_UNKNOWN)
@@ -482,6 +488,7 @@ tb_status tb__commit_resolve(tb__commit_machine *c, int64_t deadline_ms, const t
     set_committing(c, opts);
     c->is_wanted = true;
     (void)tb__commit_step(c);
-    tb__loop_wait(loop, awaits_nothing, c, INT64_MAX);
+    if (!tb__loop_wait(loop, awaits_nothing, c, deadline_ms + STUCK_MS))
+        tb__flow_give_up_apply(flow_of(c));
     return tb__commit_outcome_is_unknown(c) ? fail_not_applied(c) : TB_OK;
 }

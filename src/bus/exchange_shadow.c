@@ -33,7 +33,7 @@ tb_status tb__exchange_agree_modes(tb__exchange *exchange) {
 /* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
 
 /* Tensors that are parts of one storage share its shadow. */
-static tb_status alloc_shadow(const tb__loop *loop, tb__encoded_shadows *shadows, tb__encoded_shadow *s) {
+static tb_status alloc_shadow(tb__loop *loop, tb__encoded_shadows *shadows, tb__encoded_shadow *s) {
     const tb__encoded *live = s->live;
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)live->data);
     size_t probe = 0, i;
@@ -48,10 +48,11 @@ static tb_status alloc_shadow(const tb__loop *loop, tb__encoded_shadows *shadows
     }
     size_t data = (size_t)tb__align(live->matrices * live->size.data_nbytes, 64);
     size_t scales = (size_t)tb__align(live->matrices * live->size.scale_nbytes, 64);
-    s->device = tb__loop_find_device(loop, live->data, 1);
+    tb__memory memory;
+    s->device = tb__loop_find_memory(loop, live->data, 1, &memory);
     if (s->device->ops == &tb__host_device_ops)
-        s->device = tb__loop_find_device(loop, live->scales, 1);
-    TB_TRY(s->device->ops->alloc(s->device, 0, data + scales, (void **)&s->memory));
+        s->device = tb__loop_find_memory(loop, live->scales, 1, &memory);
+    TB_TRY(s->device->ops->alloc(s->device, memory.index, data + scales, (void **)&s->memory));
     s->encoded.data = s->memory;
     s->encoded.scales = live->scales ? s->memory + data : NULL;
     return tb__index_add(&shadows->by_data, hash, shadows->all.count) ? TB_OK : TB_NO_MEMORY;

@@ -3,6 +3,7 @@
 
 #include "layout/overlap.h"
 #include "loop/region.h"
+#include "loop/share.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -68,7 +69,7 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
 typedef struct invalidation {
     tb_world *world;
     uintptr_t first, last;
-    char still[256]; /* names what still uses the memory */
+    char still[256], where[128]; /* names what still uses the memory, and on which rank */
 } invalidation;
 
 static bool is_memory_unused(void *arg) {
@@ -79,7 +80,14 @@ static bool is_memory_unused(void *arg) {
     const char *stuck = tb__quarantine_find(t->world->loop, t->first, t->last);
     if (stuck)
         snprintf(t->still, sizeof t->still, "%s", stuck);
-    return !is_used && !stuck;
+    const tb__peer *holder = is_used || stuck ? NULL : tb__shares_find_holder(t->world->loop, t->first, t->last);
+    if (is_used || stuck)
+        snprintf(t->where, sizeof t->where, "rank %d", (int)t->world->rank);
+    else if (holder) {
+        snprintf(t->still, sizeof t->still, "a mapping");
+        snprintf(t->where, sizeof t->where, "%s", holder->label);
+    }
+    return !is_used && !stuck && !holder;
 }
 
 tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
@@ -99,7 +107,7 @@ tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) 
     tb__regions_invalidate(world->loop, base, nbytes);
     bool is_ours = nbytes == 0 || tb__loop_wait(world->loop, is_memory_unused, &t, deadline_ms);
     tb__loop_unlock(world->loop);
-    return is_ours ? TB_OK
-                   : tb__fail(TB_TIMEOUT, "%zu bytes at %p are still in use by %s on rank %d", nbytes, base, t.still,
-                              (int)world->rank);
+    return is_ours
+               ? TB_OK
+               : tb__fail(TB_TIMEOUT, "%zu bytes at %p are still in use by %s on %s", nbytes, base, t.still, t.where);
 }

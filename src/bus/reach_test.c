@@ -1,38 +1,52 @@
-/* How a tensor is reached is decided per tensor: one rank has a tensor that others can map, one that they can only read
- * by calls, and one that has to be staged. The dump says which, and why. */
+/* How a tensor is reached is decided per tensor: one rank has tensors that others can map, in host memory and on a
+ * device, one that they can only read by calls, and some that have to be staged. The dump says which, and why. */
 #define TB_SLOW_DEVICE
 #include "bus/bus_test.h"
 
-enum { SIDE = 64, NTENSORS = 3 };
+enum { SIDE = 64 };
 
 /* All go from one rank to the same two ranks, each in a bucket of its own. */
 static const char from[] = "mesh=1 place=Replicate", to[] = "mesh=2 place=Shard(0)";
 enum { BUCKET = SIDE * SIDE / 2 * sizeof(uint32_t) };
 
-static const struct {
-    const char *name, *received, *sent; /* in the dumps */
-} kinds[NTENSORS] = {
-    {"device", ", copy, staged (other processes can't map the memory of its device), ",
-     ", staged (other processes can't map the memory of its device), "},
-    {"private", ", direct, not mapped, ", ", read in place, "},
-    {"shared", ", direct, mapped, ", ", read in place, "},
-};
+typedef enum home { SHARED, PRIVATE, DEVICE, UNSHAREABLE } home;
 
-/* The sender's tensors have the homes that their names say; the receivers' are shared. */
-static void init_tensor(const rank *r, int i, part *p) {
-    part_init(p, is_a(r) ? from : to, r->index, SIDE, SIDE);
-    size_t nbytes = p->count * sizeof *p->data;
-    tensor_free(p->data);
-    p->data = NULL;
-    if (!is_a(r) || i == 2)
-        check_ok(tb_alloc(nbytes, (void **)&p->data));
+typedef struct kind {
+    const char *name;
+    home at_sender, at_receiver;
+    const char *why; /* it is staged; NULL: it is not */
+    bool is_read;    /* not mapped */
+} kind;
+
+typedef struct kinds {
+    const kind *item;
+    int count;
+} kinds;
+
+enum { MAX_KINDS = 8 };
+
+static void *allocate(home where, size_t nbytes) {
+    void *p = NULL;
+    if (where == SHARED)
+        check_ok(tb_alloc(nbytes, &p));
     else
-        p->data = i == 0 ? slow_device_alloc(nbytes) : malloc(nbytes);
-    check(p->data);
+        p = where == PRIVATE ? malloc(nbytes) : slow_device_alloc_on(0, where == DEVICE, nbytes);
+    check(p);
+    return p;
 }
 
-static void fini_tensor(const rank *r, int i, part *p) {
-    if (!is_a(r) || i != 1) {
+static home home_of(const rank *r, const kind *k) {
+    return is_a(r) ? k->at_sender : k->at_receiver;
+}
+
+static void init_tensor(const rank *r, const kind *k, part *p) {
+    part_init(p, is_a(r) ? from : to, r->index, SIDE, SIDE);
+    tensor_free(p->data);
+    p->data = allocate(home_of(r, k), p->count * sizeof *p->data);
+}
+
+static void fini_tensor(const rank *r, const kind *k, part *p) {
+    if (home_of(r, k) != PRIVATE) {
         part_fini(p);
         return;
     }
@@ -40,61 +54,149 @@ static void fini_tensor(const rank *r, int i, part *p) {
     free(p->data);
 }
 
-static void check_dump(const rank *r, tb_batch *batch) {
-    char *dump;
+static void describe(const rank *r, const kind *k, char *out, size_t room) {
+    if (k->why)
+        snprintf(out, room, is_a(r) ? ", staged (%s" : ", copy, staged (%s", k->why);
+    else if (is_a(r))
+        snprintf(out, room, ", read in place, ");
+    else
+        snprintf(out, room, ", direct, %s, ", k->is_read ? "not mapped" : "mapped");
+}
+
+static void check_dump(const rank *r, tb_batch *batch, const kinds *all) {
+    char *dump, name[40], words[200];
     check_ok(tb_batch_dump(batch, is_a(r), &dump));
-    for (int i = 0; i < NTENSORS; i++) {
-        const char *line = strstr(dump, kinds[i].name), *end = line ? strchr(line, '\n') : NULL;
-        const char *how = line ? strstr(line, is_a(r) ? kinds[i].sent : kinds[i].received) : NULL;
+    for (int i = 0; i < all->count; i++) {
+        snprintf(name, sizeof name, "  %s [", all->item[i].name);
+        const char *line = strstr(dump, name), *end = line ? strchr(line, '\n') : NULL;
+        describe(r, &all->item[i], words, sizeof words);
+        const char *how = line ? strstr(line, words) : NULL;
         if (!end || !how || how > end)
-            fails(__FILE__, __LINE__, kinds[i].name, dump);
+            fails(__FILE__, __LINE__, all->item[i].name, dump);
     }
     free(dump);
 }
 
-static void send_all_kinds(rank *r) {
-    part parts[NTENSORS];
+static void send_once(const rank *r, tb_batch *batch, part *parts, int count, uint32_t version) {
+    tb_transfer *t = NULL;
+    for (int i = 0; i < count; i++) {
+        if (is_a(r))
+            part_fill(&parts[i], version);
+        else
+            part_poison(&parts[i]);
+    }
+    check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    for (int i = 0; i < count; i++)
+        check(part_holds(&parts[i], version));
+    tb_transfer_destroy(t);
+}
+
+static void send_kinds(rank *r, const kinds *all) {
+    part parts[MAX_KINDS];
     tb_pair *pair;
     tb_batch *batch;
     tb_batch_opts opts = {.size = sizeof opts, .bucket_size = BUCKET};
     check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? from : to, NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", &opts, &batch));
-    for (int i = 0; i < NTENSORS; i++) {
-        init_tensor(r, i, &parts[i]);
+    for (int i = 0; i < all->count; i++) {
+        init_tensor(r, &all->item[i], &parts[i]);
         tb_tensor t = part_tensor(&parts[i]);
-        check_ok(tb_batch_add(batch, pair, kinds[i].name, &t));
+        check_ok(tb_batch_add(batch, pair, all->item[i].name, &t));
     }
-    for (uint32_t version = 1; version <= 3; version++) {
-        tb_transfer *t = NULL;
-        for (int i = 0; i < NTENSORS; i++) {
-            if (is_a(r))
-                part_fill(&parts[i], version);
-            else
-                part_poison(&parts[i]);
-        }
-        check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
-        check_ok(tb_wait(t, TB_COMMITTED, -1));
-        for (int i = 0; i < NTENSORS; i++)
-            check(part_holds(&parts[i], version));
-        tb_transfer_destroy(t);
-    }
-    check_dump(r, batch);
+    for (uint32_t version = 1; version <= 3; version++)
+        send_once(r, batch, parts, all->count, version);
+    check_dump(r, batch, all);
     meet(r);
     tb_batch_destroy(batch);
     tb_pair_destroy(pair);
-    for (int i = 0; i < NTENSORS; i++)
-        fini_tensor(r, i, &parts[i]);
+    for (int i = 0; i < all->count; i++)
+        fini_tensor(r, &all->item[i], &parts[i]);
+}
+
+static void send_all_kinds(rank *r) {
+    send_kinds(r, r->scene->shared);
+}
+
+static void run_kinds(const kind *item, int count) {
+    scene s;
+    kinds all = {item, count};
+    scene_init(&s);
+    s.transport = "shm";
+    run_ranks_in(&s, send_all_kinds, 1, 2, &all);
+    check(slow_device_count_mappings() == 0);
 }
 
 static void test_each_tensor_for_itself(void **state) {
     (void)state;
-    scene s;
-    scene_init(&s);
-    s.transport = "shm";
-    run_ranks_in(&s, send_all_kinds, 1, 2, NULL);
+    static const kind all[] = {
+        {"both_on_device", DEVICE, DEVICE, NULL, false},
+        {"from_device", DEVICE, SHARED, NULL, false},
+        {"to_device", SHARED, DEVICE, NULL, false},
+        {"private_to_device", PRIVATE, DEVICE, "its memory can't be mapped, and a device would have to read it)",
+         false},
+        {"unshareable", UNSHAREABLE, DEVICE, "memory of device slow at ", false},
+        {"private", PRIVATE, SHARED, NULL, true},
+        {"shared", SHARED, SHARED, NULL, false},
+    };
+    run_kinds(all, sizeof all / sizeof *all);
+}
+
+/* A process that has nothing on the device is not made to open it. */
+static void test_device_that_is_not_used(void **state) {
+    (void)state;
+    static const kind all[] = {
+        {"device", DEVICE, SHARED, "this rank has no memory on device slow)", false},
+        {"shared", SHARED, SHARED, NULL, false},
+    };
+    run_kinds(all, sizeof all / sizeof *all);
+}
+
+/* What could not be mapped, or not be shared, is tried again when the batch is made again. */
+static void fail_calls(rank *r) {
+    static const struct {
+        slow_device_call call;
+        kind kind;
+    } faults[] = {
+        {SLOW_DEVICE_MAP, {"w", DEVICE, DEVICE, "map of the slow device fails, as the test wants)", false}},
+        {SLOW_DEVICE_SHARE, {"w", DEVICE, DEVICE, "share of the slow device fails, as the test wants)", false}},
+        {SLOW_DEVICE_NCALLS, {"w", DEVICE, DEVICE, NULL, false}},
+    };
+    part w;
+    tb_pair *pair;
+    tb_batch *batches[3]; /* that stay, and with them what they share */
+    char name[] = "step 0";
+    check_ok(tb_pair_create(r->world, "p", other_group(r), from, NULL, &pair));
+    part_init(&w, from, 0, SIDE, SIDE);
+    tb_tensor t = part_tensor(&w);
+    for (int i = 0; i < 3; i++) {
+        if (is_a(r) && i < 2)
+            slow_device_fail_call(faults[i].call, 0, TB_IO);
+        meet(r);
+        name[5] = (char)('0' + i);
+        check_ok(tb_batch_create(r->world, name, NULL, &batches[i]));
+        check_ok(tb_batch_add(batches[i], pair, "w", &t));
+        send_once(r, batches[i], &w, 1, (uint32_t)i + 1);
+        check_dump(r, batches[i], &(kinds){&faults[i].kind, 1});
+        meet(r);
+    }
+    for (int i = 0; i < 3; i++)
+        tb_batch_destroy(batches[i]);
+    tb_pair_destroy(pair);
+    part_fini(&w);
+}
+
+static void test_calls_that_fail(void **state) {
+    (void)state;
+    run_ranks(fail_calls, 1, 1, NULL);
+    check(slow_device_count_mappings() == 0);
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_each_tensor_for_itself)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_each_tensor_for_itself),
+        cmocka_unit_test(test_device_that_is_not_used),
+        cmocka_unit_test(test_calls_that_fail),
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -547,19 +547,52 @@ static void doubts(rank *r) {
     tear_down(&s);
 }
 
-static void test_doubts(void **state) {
-    (void)state;
+#ifdef TB_SLOW_DEVICE
+/* The only receiver finds out later that its version was committed; its device does not finish the copy then. */
+static void apply_late(rank *r) {
+    const stopping *stop = r->scene->shared;
+    setup s;
+    tb_transfer_opts soon = {.size = sizeof soon, .timeout_ms = SOON_MS};
+    tb_transfer *t = NULL;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", 8, 6, &shadow_opts);
+    move(r, &s, 1);
+    meet(r);
+    if (is_a(r))
+        check(kill(*stop->server, SIGSTOP) == 0);
+    meet(r);
+    check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, is_a(r) ? NULL : &soon, &t));
+    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_IN_DOUBT, "version 2 of batch 'step'");
+    tb_transfer_destroy(t);
+    meet(r);
+    if (is_a(r))
+        check(kill(*stop->server, SIGCONT) == 0);
+    meet(r);
+    if (!is_a(r) && is_slow_memory(s.w.data)) {
+        slow_device_hold_run(0);
+        for (int i = 0; i < 2; i++) {
+            int64_t began_ms = tb__now_ms();
+            check_fails(tb_recv(s.batch, &soon, &t), TB_TIMEOUT, i ? "has not finished" : "a device of rank");
+            check(tb__now_ms() - began_ms < PATIENCE_MS / 2);
+        }
+        slow_device_let_go();
+    }
+    meet(r);
+    tear_down(&s);
+}
+#endif
+
+static void run_stoppable(void (*body)(rank *r), int32_t nb) {
     scene s;
     scene_init(&s);
     pid_t server = serve(s.url);
     atomic_uint_least64_t found[2] = {0, 0};
     stopping stop = {.server = &server, .found = found};
-    s.body = doubts;
-    s.nranks = 3;
+    s.body = body;
+    s.nranks = 1 + nb;
     s.shared = &stop;
-    for (int32_t i = 0; i < 3; i++) {
+    for (int32_t i = 0; i < s.nranks; i++) {
         rank *r = &s.ranks[i];
-        *r = (rank){.scene = &s, .group = i < 1 ? "a" : "b", .index = i < 1 ? i : i - 1, .size = i < 1 ? 1 : 2};
+        *r = (rank){.scene = &s, .group = i < 1 ? "a" : "b", .index = i < 1 ? i : i - 1, .size = i < 1 ? 1 : nb};
         check(pthread_create(&r->thread, NULL, rank_main, r) == 0);
     }
     for (int i = 0; i < s.nranks; i++)
@@ -579,6 +612,14 @@ static void test_doubts(void **state) {
     unlink(left[1]);
     check(!s.has_failed);
     scene_fini(&s);
+}
+
+static void test_doubts(void **state) {
+    (void)state;
+    run_stoppable(doubts, 2);
+#ifdef TB_SLOW_DEVICE
+    run_stoppable(apply_late, 1);
+#endif
 }
 
 int main(void) {

@@ -28,8 +28,26 @@ static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out)
     return tb_binding_contiguous(given->data, 0, given->dtype, &nothing, out);
 }
 
+/* Finds the device of the memory, which must be the one that `given` names. */
+static tb_status find_device(tb__added_tensor *t, const tb_tensor *given, const void *address, size_t nbytes) {
+    const tb_world *world = t->pair->world;
+    if (nbytes == 0)
+        return TB_OK;
+    TB_TRY(tb__world_check_memory(world, given->memory, address, nbytes));
+    tb__memory memory;
+    tb__device *device = tb__loop_find_memory(world->loop, address, nbytes, &memory);
+    if (device->ops == &tb__host_device_ops) {
+        t->is_on_host = true;
+    } else {
+        t->device = device;
+        t->unit = memory.index;
+    }
+    return TB_OK;
+}
+
 /* Binds this rank's part of the stored tensor. */
-static tb_status bind_storage(const tb_world *world, const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
+static tb_status bind_storage(tb__added_tensor *t, const tb_tensor *given, const tb_shape *shape) {
+    tb_binding *out = &t->binding;
     TB_TRY(tb_binding_contiguous(given->data, 0, given->dtype, shape, out));
     if (given->strides)
         memcpy(out->strides, given->strides, (size_t)shape->ndim * sizeof *given->strides);
@@ -39,9 +57,9 @@ static tb_status bind_storage(const tb_world *world, const tb_tensor *given, con
         return tb__fail(TB_INVALID, "its data is NULL, but this rank holds %" PRId64 " elements of it", count);
     uintptr_t first, last;
     TB_TRY(tb__binding_span(out, &first, &last));
-    TB_TRY(tb__world_check_memory(world, given->memory, (void *)first, last - first));
-    TB_TRY(tb__world_check_memory(world, given->memory, given->scales, given->scales != NULL));
-    return tb__world_check_memory(world, given->memory, given->scale, given->scale != NULL);
+    TB_TRY(find_device(t, given, (void *)first, last - first));
+    TB_TRY(find_device(t, given, given->scales, given->scales != NULL));
+    return find_device(t, given, given->scale, given->scale != NULL);
 }
 
 /* The viewed layout is always sent, since the pair's layout is that of the storage. */
@@ -83,7 +101,7 @@ static tb_status init_binding(tb__added_tensor *t, const tb_tensor *given, const
     tb_local_fini(&local);
     TB_TRY(check_layout_seats(t->pair, layout));
     if (!is_outside)
-        TB_TRY(bind_storage(t->pair->world, given, &mine, &t->binding));
+        TB_TRY(bind_storage(t, given, &mine));
     tb_view *view = NULL;
     tb_status status = given->view ? tb_view_parse(given->view, &view) : TB_OK;
     if (status == TB_OK && view)

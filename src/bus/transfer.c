@@ -97,6 +97,7 @@ static void update_events(tb_transfer *t) {
     unsigned events = events_of(t);
     bool has_news = events != t->events || nended != t->nended;
     t->events = events;
+    tb__transfer_open_gates(t);
     t->nended = nended;
     if (nopen == 0) {
         t->status = t->failed ? t->failed->status : TB_OK;
@@ -239,7 +240,7 @@ static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *rece
     return TB_OK;
 }
 
-static tb_status begin_parts(tb_batch *batch, bool is_send, tb_transfer *t) {
+static tb_status begin_parts(tb_batch *batch, bool is_send, tb__stream_point *point, tb_transfer *t) {
     tb_transfer **slot = is_send ? &batch->sending : &batch->receiving;
     size_t nflows = 0;
     if (*slot)
@@ -256,6 +257,7 @@ static tb_status begin_parts(tb_batch *batch, bool is_send, tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (!t->parts[i].flow)
             continue;
+        tb__flow_set_stream_point(t->parts[i].flow, is_send, point);
         tb__flow_begin(t->parts[i].flow, is_send, batch->nsends, &t->phases);
         if (t->parts[i].commit)
             tb__commit_begin(t->parts[i].commit, &t->opts);
@@ -266,30 +268,25 @@ static tb_status begin_parts(tb_batch *batch, bool is_send, tb_transfer *t) {
 }
 
 /* Asks the store for outcomes that are not known from earlier receives. With skip_lost, a pair whose outcome stays
- * unknown is skipped. */
-static tb_status resolve_unknown_outcomes(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
+ * unknown is skipped. What turns out to be committed is written after the point, too. */
+static tb_status resolve_unknown_outcomes(tb_batch *batch, const tb_transfer_opts *opts, tb__stream_point *point,
+                                          int64_t deadline_ms) {
     tb_status status = TB_OK;
-    for (size_t i = 0; i < 2 * batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++)
-        status = tb__commit_resolve(&batch->exchanges.item[i / 2]->commits[i % 2], deadline_ms, opts);
+    for (size_t i = 0; i < 2 * batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++) {
+        tb__exchange *exchange = batch->exchanges.item[i / 2];
+        tb__commit_machine *commit = &exchange->commits[i % 2];
+        if (point && tb__commit_outcome_is_unknown(commit))
+            tb__flow_set_stream_point(exchange->flows[i % 2], false, point);
+        status = tb__commit_resolve(commit, deadline_ms, opts);
+    }
     return opts->skip_lost ? TB_OK : status;
 }
 
 static void free_transfer(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++)
         free(t->parts[i].why);
+    free(t->gates.item);
     free(t);
-}
-
-/* Host memory needs no streams, and no other device of this build has them. With the lock held. */
-static tb_status check_stream(const tb_batch *batch) {
-    for (size_t i = 0; i < batch->tensors.count; i++) {
-        const tb__added_tensor *t = batch->tensors.item[i];
-        const tb__device *device = tb__loop_find_device(batch->world->loop, t->binding.base, 1);
-        if (device->ops != &tb__host_device_ops)
-            return tb__fail(TB_REFUSED, "tensor '%.100s' of batch '%s' is on device '%s', which has no streams",
-                            t->name, batch->name, device->ops->name);
-    }
-    return TB_OK;
 }
 
 static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
@@ -305,11 +302,12 @@ static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer
     int event = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (event < 0)
         return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
+    tb__stream_point *point = NULL;
+    tb_status status = o.stream ? tb__batch_record_stream(batch, o.stream, &point) : TB_OK;
     tb__loop_lock(batch->world->loop);
     batch->nstarting++; /* while the lock is free, pairs must not go */
-    tb_status status = o.stream ? check_stream(batch) : TB_OK;
     if (status == TB_OK)
-        status = resolve_unknown_outcomes(batch, &o, deadline_ms);
+        status = resolve_unknown_outcomes(batch, &o, point, deadline_ms);
     tb__batch_update_version(batch);
     batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->exchanges.count * sizeof *t->parts) : NULL;
@@ -322,8 +320,9 @@ static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer
         t->deadline_ms = t->task.deadline_ms = deadline_ms;
         t->task.step = step_transfer;
         t->event = event;
-        status = begin_parts(batch, is_send, t);
+        status = begin_parts(batch, is_send, point, t);
     }
+    tb__stream_point_put(point);
     tb__loop_unlock(batch->world->loop);
     if (status != TB_OK || !t) {
         tb__fd_close(event);

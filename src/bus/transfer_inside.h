@@ -14,6 +14,13 @@ typedef struct tb__transfer_part {
     char *why;
 } tb__transfer_part;
 
+/* Holds a stream until an event. */
+typedef struct tb__transfer_gate {
+    tb_event event;
+    tb__gate *gate;
+    const tb__device_ops *ops;
+} tb__transfer_gate;
+
 struct tb_transfer {
     tb__task task; /* first: the loop finds the transfer through it */
     tb_batch *batch;
@@ -32,6 +39,7 @@ struct tb_transfer {
     int64_t told;         /* bytes_done at the last call of the progress function */
     size_t nended;        /* legs */
     uint32_t groups_done; /* of all pairs, at the last step */
+    TB_VEC(tb__transfer_gate) gates;
     size_t nparts;
     tb__transfer_part parts[];
 };
@@ -43,6 +51,11 @@ static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
 
 /* As tb__world_check. */
 tb_status tb__transfer_check(const tb_transfer *t);
+
+/* Opens the gates whose events have come; all of them if the transfer uses the tensors no more. With the lock held. */
+void tb__transfer_open_gates(tb_transfer *t);
+/* Records a point on the stream for a transfer of the batch; NULL: all of its tensors are in host memory. */
+tb_status tb__batch_record_stream(tb_batch *batch, const void *stream, tb__stream_point **out);
 
 /* The events (a set of tb_event) of a part that is not skipped. */
 unsigned tb__part_events(const tb_transfer *t, const tb__transfer_part *p);

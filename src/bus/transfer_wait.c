@@ -129,6 +129,7 @@ typedef struct waiting {
     tb_transfer *t;
     unsigned event;
     uint32_t group;
+    const tb__device *device; /* copies that it has begun will do; NULL: none will */
 } waiting;
 
 static bool has_event(void *arg) {
@@ -159,7 +160,7 @@ static tb_status wait_until_true(tb_transfer *t, bool (*is_true)(void *arg), wai
                                  const char *what) {
     tb__loop *loop = t->batch->world->loop;
     int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms + GRACE_MS : tb__now_ms() + timeout_ms;
-    bool is_over = tb__loop_wait(loop, is_true, w, deadline_ms);
+    bool is_over = (w->device ? tb__loop_wait_begun : tb__loop_wait)(loop, is_true, w, deadline_ms);
     clear_news(t);
     if (t->status != TB_OK && !(t->events & w->event))
         return tb__fail(t->status, "%s", t->why);
@@ -180,8 +181,8 @@ static void take_groups(tb_transfer *t, uint32_t group) {
     }
 }
 
-tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
-    TB_TRY(tb__transfer_check(t));
+/* Fails if a transfer of this kind has no such event. *what is a verb for messages. */
+static tb_status check_event(const tb_transfer *t, tb_event event, const char **what) {
     static const struct {
         tb_event event;
         const char *what;
@@ -199,22 +200,22 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
             return tb__fail(TB_INVALID, "%s",
                             t->is_send ? "what is sent is released, and does not arrive here"
                                        : "what is received arrives, and is not released");
-        tb__loop *loop = t->batch->world->loop;
-        tb__loop_lock(loop);
-        take_groups(t, UINT32_MAX);
-        tb_status status =
-            wait_until_true(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
-        tb__loop_unlock(loop);
-        return status;
+        *what = events[i].what;
+        return TB_OK;
     }
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
 }
 
-/* The event has happened when this returns, so work submitted to a stream later comes after it. */
-tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
-    if (!stream)
-        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
-    return tb_wait(t, event, -1);
+tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
+    const char *what;
+    TB_TRY(tb__transfer_check(t));
+    TB_TRY(check_event(t, event, &what));
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
+    take_groups(t, UINT32_MAX);
+    tb_status status = wait_until_true(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, what);
+    tb__loop_unlock(loop);
+    return status;
 }
 
 tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
@@ -241,4 +242,150 @@ tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
         take_groups(t, group);
     tb__loop_unlock(loop);
     return status;
+}
+
+/* ---- Streams --------------------------------------------------------------------------------------------------- */
+
+/* The device whose streams order the batch's tensors; NULL: all are in host memory. Host memory is not ordered by
+ * streams: *is_on_host says whether any tensor is there. */
+static tb_status find_stream_device(const tb_batch *batch, tb__device **out, bool *is_on_host) {
+    const tb__added_tensor *first = NULL;
+    *out = NULL;
+    *is_on_host = false;
+    for (size_t i = 0; i < batch->tensors.count; i++) {
+        const tb__added_tensor *t = batch->tensors.item[i];
+        *is_on_host |= t->is_on_host;
+        if (!t->device || t->device == *out)
+            continue;
+        if (!t->device->ops->stream_record)
+            return tb__fail(TB_REFUSED, "tensor '%.100s' of batch '%s' is on device '%s', which has no streams",
+                            t->name, batch->name, t->device->ops->name);
+        if (*out)
+            return tb__fail(TB_REFUSED,
+                            "tensor '%.100s' of batch '%s' is on device '%s', and tensor '%.100s' on device '%s': a "
+                            "stream orders one of them only",
+                            first->name, batch->name, first->device->ops->name, t->name, t->device->ops->name);
+        *out = t->device;
+        first = t;
+    }
+    return TB_OK;
+}
+
+tb_status tb__batch_record_stream(tb_batch *batch, const void *stream, tb__stream_point **out) {
+    tb__loop *loop = batch->world->loop;
+    tb__device *device;
+    bool is_on_host;
+    tb__loop_lock(loop);
+    tb_status status = find_stream_device(batch, &device, &is_on_host);
+    tb__loop_unlock(loop);
+    *out = NULL;
+    return status == TB_OK && device ? tb__stream_point_create(loop, device, stream, out) : status;
+}
+
+/* Whether all data has arrived, or is being written by copies that the device has begun. */
+static bool has_begun_writes(void *arg) {
+    const waiting *w = arg;
+    const tb_transfer *t = w->t;
+    if (has_event(arg))
+        return true;
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow && !tb__flow_has_begun_writes(t->parts[i].flow, w->device))
+            return false;
+    }
+    return true;
+}
+
+/* Fences of the copies that are missing until the data has arrived. */
+static tb_status hold_writes(const tb_transfer *t, tb__held_fences *held) {
+    for (size_t i = 0; i < t->nparts && !t->has_ended; i++) {
+        if (t->parts[i].flow)
+            TB_TRY(tb__flow_hold_writes(t->parts[i].flow, held));
+    }
+    return TB_OK;
+}
+
+static tb_status wait_for_arrival(tb_transfer *t, tb__device *device, const void *stream) {
+    tb__loop *loop = t->batch->world->loop;
+    tb__held_fences held = {0};
+    waiting w = {.t = t, .event = TB_ARRIVED, .device = device};
+    tb__loop_lock(loop);
+    take_groups(t, UINT32_MAX);
+    tb_status status = wait_until_true(t, has_begun_writes, &w, -1, "arrived");
+    if (status == TB_OK)
+        status = hold_writes(t, &held);
+    tb__loop_unlock(loop);
+    for (size_t i = 0; i < held.fences.count && status == TB_OK; i++)
+        status = tb__device_stream_wait(device, stream, held.fences.item[i]);
+    tb__loop_lock(loop);
+    tb__held_fences_release(&held);
+    tb__loop_unlock(loop);
+    return status;
+}
+
+static bool is_in_use(const tb_transfer *t) {
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow && tb__transfer_leg(t, i)->is_under_way)
+            return true;
+    }
+    return false;
+}
+
+void tb__transfer_open_gates(tb_transfer *t) {
+    bool opens_all = !is_in_use(t);
+    size_t n = 0;
+    for (size_t i = 0; i < t->gates.count; i++) {
+        tb__transfer_gate *g = &t->gates.item[i];
+        if (opens_all || (t->events & (unsigned)g->event))
+            g->ops->gate_open(g->gate);
+        else
+            t->gates.item[n++] = *g;
+    }
+    t->gates.count = n;
+}
+
+/* Whether the event has come, or can't come any more, which is *status then. With the lock held. */
+static bool is_settled(const tb_transfer *t, tb_event event, tb_status *status) {
+    bool has_come = t->events & (unsigned)event;
+    *status = has_come || t->status == TB_OK ? TB_OK : tb__fail(t->status, "%s", t->why);
+    return has_come || t->has_ended;
+}
+
+/* The device opens the gate if nobody drives the loop. */
+static tb_status wait_at_gate(tb_transfer *t, tb__device *device, tb_event event, const void *stream) {
+    tb__loop *loop = t->batch->world->loop;
+    tb__transfer_gate gate = {.event = event, .ops = device->ops};
+    tb_status status;
+    tb__loop_lock(loop);
+    bool is_over = is_settled(t, event, &status);
+    tb__loop_unlock(loop);
+    if (is_over)
+        return status;
+    TB_TRY(tb__device_gate_create(device, stream, t->deadline_ms + GRACE_MS, &gate.gate));
+    tb__loop_lock(loop);
+    is_over = is_settled(t, event, &status);
+    if (!is_over && !tb__vec_push(&t->gates, gate))
+        status = TB_NO_MEMORY;
+    if (is_over || status != TB_OK)
+        device->ops->gate_open(gate.gate);
+    else
+        tb__transfer_open_gates(t);
+    tb__loop_unlock(loop);
+    return status;
+}
+
+tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
+    const char *what;
+    tb__device *device;
+    bool is_on_host;
+    if (!stream)
+        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
+    TB_TRY(tb__transfer_check(t));
+    TB_TRY(check_event(t, event, &what));
+    tb__loop_lock(t->batch->world->loop);
+    tb_status status = find_stream_device(t->batch, &device, &is_on_host);
+    tb__loop_unlock(t->batch->world->loop);
+    TB_TRY(status);
+    if (device && event == TB_ARRIVED)
+        return wait_for_arrival(t, device, stream);
+    return device && !is_on_host ? wait_at_gate(t, device, event, stream) : tb_wait(t, event, -1);
 }

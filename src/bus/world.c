@@ -25,11 +25,13 @@ tb_status tb__world_check_name(const char *what, const char *name) {
 }
 
 tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes) {
-    if (!device || nbytes == 0)
+    if (nbytes == 0)
         return TB_OK;
-    const char *found = tb__loop_find_device(world->loop, address, nbytes)->ops->name;
-    if (strcmp(found, device) != 0)
-        return tb__fail(TB_REFUSED, "its memory is said to be on device '%.40s', but is on device '%s'", device, found);
+    tb__memory memory;
+    tb__device *found = tb__loop_find_memory(world->loop, address, nbytes, &memory); /* notes that it is used */
+    const char *unit = tb__device_unit_name(found, memory.index);
+    if (device && strcmp(found->ops->name, device) != 0 && strcmp(unit, device) != 0)
+        return tb__fail(TB_REFUSED, "its memory is said to be on device '%.40s', but is on device '%s'", device, unit);
     return TB_OK;
 }
 

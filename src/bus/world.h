@@ -212,6 +212,9 @@ typedef struct tb__added_tensor {
     tb__encoded encoded; /* where it is, if this rank has some of it */
     bool is_transformed;
     bool is_invalidated; /* its memory was */
+    bool is_on_host;     /* its data or scales are, at least in part */
+    tb__device *device;  /* other than the host that they are on; NULL: none */
+    int unit;            /* of the device */
     tb__mirrored mirrored;
 } tb__added_tensor;
 

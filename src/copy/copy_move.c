@@ -301,7 +301,7 @@ static tb_status add_tensor_chunk(const tb_copy *copy, tb__owned_ir *ir, uint32_
                                   const tb__ir_limits *limits) {
     int32_t source = (int32_t)(t->key >> (RANK_BITS + NUMBER_BITS));
     int32_t target = (int32_t)(t->key >> NUMBER_BITS & (TB_MAX_RANKS - 1));
-    tb_chunk chunk = {.transport = TB_P2P,
+    tb_chunk chunk = {.mode = TB_P2P,
                       .is_source = source == copy->world->rank,
                       .is_target = target == copy->world->rank,
                       .tensor = tensor,

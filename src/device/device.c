@@ -2,8 +2,11 @@
 #include "device/device.h"
 
 #include "base/mem.h"
+#include "device/host/memory.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -15,12 +18,35 @@ static const tb__device_ops *const built_in[] = {
 
 const tb__device_ops *const *_Atomic tb__devices = built_in;
 
-tb_status tb__device_open(const char *name, tb__device **out) {
+static tb_status refuse_name(const char *name) {
+    char known[200] = "pinned";
     for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops; ops++) {
-        if (strcmp((*ops)->name, name) == 0)
-            return (*ops)->open(out);
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, ", %s", (*ops)->name);
     }
-    return tb__fail(TB_INVALID, "there is no device '%.40s'", name);
+    return tb__fail(TB_INVALID, "there is no device '%.40s'; this build has %s", name, known);
+}
+
+tb_status tb__device_parse(const char *name, const tb__device_ops **out, int *index) {
+    const char *colon = strchr(name, ':');
+    size_t length = colon ? (size_t)(colon - name) : strlen(name), ndigits = colon ? strlen(colon + 1) : 0;
+    if (colon && (ndigits == 0 || ndigits > 6 || strspn(colon + 1, "0123456789") != ndigits))
+        return refuse_name(name);
+    for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops; ops++) {
+        if (strlen((*ops)->name) == length && memcmp((*ops)->name, name, length) == 0) {
+            *out = *ops;
+            *index = colon ? atoi(colon + 1) : -1;
+            return TB_OK;
+        }
+    }
+    return refuse_name(name);
+}
+
+tb_status tb__device_open(const char *name, tb__device **out) {
+    const tb__device_ops *ops;
+    int index;
+    TB_TRY(tb__device_parse(name, &ops, &index));
+    return ops->open(out);
 }
 
 void tb__device_close(tb__device *device) {
@@ -35,6 +61,40 @@ void tb__memory_key_fini(tb__memory_key *key) {
     free(key->fds.item);
     *key = (tb__memory_key){0};
 }
+
+/* ---- Memory of programs ----------------------------------------------------------------------------------------- */
+
+/* The first device that can do it. */
+static tb_status alloc_pinned(size_t nbytes, void **out) {
+    for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops; ops++) {
+        if ((*ops)->pin)
+            return tb__memory_alloc_pinned(nbytes, (*ops)->pin, (*ops)->unpin, out);
+    }
+    return tb__fail(TB_REFUSED, "pinned memory needs the driver of a GPU, and this build has no device that uses one");
+}
+
+tb_status tb_alloc_on(const char *device, size_t nbytes, void **out) {
+    const tb__device_ops *ops;
+    int index;
+    if (!device)
+        return tb__fail(TB_INVALID, "tb_alloc_on: no device is named");
+    if (strcmp(device, "pinned") == 0)
+        return alloc_pinned(nbytes, out);
+    TB_TRY(tb__device_parse(device, &ops, &index));
+    if (!ops->alloc_on)
+        return tb__fail(TB_REFUSED, "device %s has no memory for programs", ops->name);
+    return ops->alloc_on(index, nbytes, out);
+}
+
+bool tb__devices_free(void *address) {
+    for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops; ops++) {
+        if ((*ops)->free_on && (*ops)->free_on(address))
+            return true;
+    }
+    return false;
+}
+
+/* ---- Defaults of slots ------------------------------------------------------------------------------------------- */
 
 const char *tb__device_unit_name(tb__device *device, int index) {
     return device->ops->unit_name ? device->ops->unit_name(device, index) : device->ops->name;

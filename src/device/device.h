@@ -29,7 +29,8 @@ typedef struct tb__gate tb__gate; /* holds a stream */
 
 enum { TB__FENCE_WHY_MAX = 256 };
 
-/* Completion of a run or checksum. Zero-initialise it before it is given to `run` or `checksum`. */
+/* Completion of a run, of a checksum, or of the work on a stream. Zero-initialise it before it is given to `run`,
+ * `checksum` or `stream_record`. */
 typedef struct tb__fence {
     bool is_done;
     tb_status status;
@@ -86,6 +87,15 @@ typedef struct tb__device_ops {
     /* Any thread. `index` is that of tb__memory. */
     tb_status (*alloc)(tb__device *device, int index, size_t nbytes, void **out);
     void (*free)(tb__device *device, void *address); /* NULL is allowed */
+    /* (optional; default: TB_REFUSED) Memory for the program, of tb_alloc_on, which needs no open device; `find` of any
+     * open one finds it, and it is shareable. An index of -1 is the unit that the calling thread uses. TB_REFUSED, with
+     * what is missing, if there is no such unit. Any thread. */
+    tb_status (*alloc_on)(int index, size_t nbytes, void **out);
+    bool (*free_on)(void *address); /* (with alloc_on) false: it is not such memory, and nothing happens. Any thread */
+    /* (optional; default: TB_REFUSED) Pins whole pages of host memory, so that all units of the device read and write
+     * them at full speed. Any thread. */
+    tb_status (*pin)(void *address, size_t nbytes);
+    void (*unpin)(void *address); /* (with pin) all that the call with this address has pinned */
     /* (optional; default: the device's name) The name of a unit in messages, such as "cuda:1". Any thread. */
     const char *(*unit_name)(tb__device *device, int index);
 
@@ -98,15 +108,20 @@ typedef struct tb__device_ops {
     void (*unmap)(tb__device *device, tb__mapping *mapping);
 
     /* (optional, all of stream_... and gate_...; default: TB_REFUSED, the device has no streams) Streams order the
-     * program's own work on the device. `stream` points to a handle. Any thread may call these. */
-    /* The fence is done when the work that is on the stream now is done. */
+     * program's own work on the device. `stream` points to a handle. TB_REFUSED: the stream is being captured. Any
+     * thread may call these, while another one is in `progress`. All but gate_open may wait for room on the stream, and
+     * so for gates to be opened: they must be called without locks that who opens gates needs. */
+    /* The fence is done when the work that is on the stream now is done; `cancel` makes it done soon, whatever becomes
+     * of that work. Runs may name it in `after`. */
     tb_status (*stream_record)(tb__device *device, const void *stream, tb__fence *fence);
-    /* Later work on the stream waits for the run of this fence. TB_REFUSED: it waits for others itself, and has not
-     * begun. */
+    /* Later work on the stream waits until the run of this fence has ended, well or not. `run` has taken the fence, and
+     * `progress` may complete it meanwhile: if it is done, the stream does not wait. TB_REFUSED: the run itself waits
+     * for fences of other devices. */
     tb_status (*stream_wait)(tb__device *device, const void *stream, const tb__fence *fence);
-    /* Later work on the stream waits until the gate is opened, which happens by itself at the deadline. */
+    /* Later work on the stream waits until the gate is opened, which happens by itself at the deadline (of
+     * tb__now_ms). */
     tb_status (*gate_create)(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);
-    void (*gate_open)(tb__gate *gate); /* and frees it. Never blocks */
+    void (*gate_open)(tb__gate *gate); /* and frees it, once. Never waits */
 
     /* Makes a job of moves, which are checked and copied; the caller keeps owning their mappings and memory. */
     tb_status (*prepare)(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);
@@ -136,6 +151,11 @@ struct tb__device {
 extern const tb__device_ops *const *_Atomic tb__devices;
 
 tb_status tb__device_open(const char *name, tb__device **out);
+/* The device and the unit of a name such as "cuda" or "cuda:1"; index -1: none is named. TB_INVALID, with the devices
+ * of this build, for any other. */
+tb_status tb__device_parse(const char *name, const tb__device_ops **ops, int *index);
+/* Frees memory of alloc_on. False: it is of no device. */
+bool tb__devices_free(void *address);
 void tb__device_close(tb__device *device); /* NULL is allowed */
 
 /* Call the slot of that name, or the default above if it is NULL. */

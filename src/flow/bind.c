@@ -4,7 +4,6 @@
 
 #include "base/dtype.h"
 #include "base/int.h"
-#include "device/host/reader.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -40,32 +39,32 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-/* Exports the memory to the peer. Returns NULL, or the reason why there is no key. */
-static const char *export_key(const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer,
-                              tb_mem_key *key) {
+/* Packs a key of the memory for the peer. Returns NULL, or the reason why there is none. */
+static const char *export_key(const tb__flow *flow, tb__region *region, tb__peer *peer, tb__pack *key) {
     if (!region)
         return "it has no elements here";
     if (flow->o.hosts && flow->o.hosts[peer->rank] != flow->o.hosts[flow->o.rank])
         return "it is on another machine";
-    if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
-        return "other processes can't map the memory of its device";
     if (tb__region_export(region, peer, key) != TB_OK)
         return tb_error_detail();
-    return key->nbytes ? NULL : "its transport has no key to it";
+    return key->failed ? "there is no memory for its key" : NULL;
 }
 
-void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
-    tb_mem_key key = {0};
-    const char *why = export_key(flow, memory, region, peer, &key);
-    tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
+/* Packs the key, or an empty one; then returns the reason. */
+static const char *pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
+    tb__pack key = {0};
+    const char *why = export_key(flow, region, peer, &key);
+    tb__pack_bytes(pack, key.data, why ? 0 : key.count);
+    tb__pack_fini(&key);
+    return why;
 }
 
-/* Packs the key, or an empty one and the reason. */
-static void pack_key_or_why(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region,
-                            tb__peer *peer) {
-    tb_mem_key key = {0};
-    const char *why = export_key(flow, memory, region, peer, &key);
-    tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
+void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
+    (void)pack_key(pack, flow, region, peer);
+}
+
+static void pack_key_or_why(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
+    const char *why = pack_key(pack, flow, region, peer);
     if (why)
         tb__pack_string(pack, why);
 }
@@ -74,7 +73,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key_or_why(&pack, flow, flow->direct.exposures, flow->direct.exposures_region, reader->peer);
+    pack_key_or_why(&pack, flow, flow->direct.exposures_region, reader->peer);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
@@ -87,7 +86,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->setup.overwritten[i]);
-        pack_key_or_why(&pack, flow, b->base, flow->setup.src_regions[i], reader->peer);
+        pack_key_or_why(&pack, flow, flow->setup.src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {
@@ -124,44 +123,30 @@ static const char *keep_sentence(tb__flow *flow, const char *sentence) {
     return kept ? kept : "there is no memory for the reason";
 }
 
-static tb_status import_key(const member *m, const void *bytes, size_t nbytes, tb_remote **out) {
-    tb_mem_key key = {.nbytes = (uint32_t)nbytes};
-    if (nbytes > sizeof key.bytes)
-        return tb__fail(TB_INVALID, "its key has %zu bytes", nbytes);
-    memcpy(key.bytes, bytes, nbytes);
-    return tb__transport_import(m->peer->transport, m->peer->transport_rank, &key, out);
-}
-
 /* Imports the memory by the key in the message. NULL: *why is the reason, or the message is malformed. */
-static tb_remote *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
+static tb__peer_memory *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
     size_t nbytes;
-    tb_remote *remote = NULL;
+    tb__peer_memory *memory = NULL;
     const void *bytes = tb__unpack_bytes(message, &nbytes);
     if (!message->failed && nbytes == 0)
         *why = keep_sentence(flow, tb__unpack_string(message));
     if (message->failed || nbytes == 0)
         return NULL;
-    if (import_key(m, bytes, nbytes, &remote) != TB_OK) {
+    if (tb__peer_memory_import(m->peer, bytes, nbytes, &memory) != TB_OK) {
         *why = keep_sentence(flow, tb_error_detail());
         return NULL;
     }
-    return remote;
+    return memory;
 }
 
-/* Checks that the byte range lies inside the remote memory. Reads nothing. */
-static tb_status check_inside(const member *m, tb_remote *remote, uint64_t first, uint64_t last) {
-    return tb__transport_read(m->peer->transport, remote, (tb_range[]){{first, 0}, {last, 0}}, 2, NULL, 0);
-}
-
-char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote) {
-    const tb_transport *t = m->peer->transport;
-    *remote = NULL;
-    if (key_nbytes == 0 || import_key(m, key, key_nbytes, remote) != TB_OK)
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb__peer_memory **memory) {
+    *memory = NULL;
+    if (key_nbytes == 0 || tb__peer_memory_import(m->peer, key, key_nbytes, memory) != TB_OK)
         return NULL;
-    char *map = check_inside(m, *remote, 0, nbytes) == TB_OK ? tb__transport_map(t, *remote) : NULL;
+    char *map = tb__peer_memory_check(*memory, 0, nbytes) == TB_OK ? tb__peer_memory_address(*memory) : NULL;
     if (!map) {
-        t->ops->mem_release(t->context, *remote);
-        *remote = NULL;
+        tb__peer_memory_release(*memory);
+        *memory = NULL;
     }
     return map;
 }
@@ -212,32 +197,28 @@ static void find_spans(const tb__flow *flow, const member *m, span *spans) {
     }
 }
 
-/* Tests whether the tensor can be read directly: mapped, or else by reading one byte. False: the sender's offset and
- * strides lead outside of the memory. */
-static bool map_remote_tensor(tb__flow *flow, const member *m, remote_tensor *p, const span *read) {
+/* Tests whether the tensor can be read directly. False: the sender's offset and strides lead outside of the memory. */
+static bool reach_tensor(tb__flow *flow, remote_tensor *p, const span *read) {
     int64_t first, last;
-    if (!p->remote)
+    if (!p->memory)
         return true;
     bool is_bad = read->is_bad || p->offset > INT64_MAX ||
                   __builtin_add_overflow((int64_t)p->offset, read->first, &first) ||
                   __builtin_add_overflow((int64_t)p->offset, read->last, &last) || first < 0;
     tb_status status = is_bad ? tb__fail(TB_INVALID, "its offset and strides overflow")
-                              : check_inside(m, p->remote, (uint64_t)first, (uint64_t)last);
-    if (status == TB_INVALID && tb__transport_is_valid(m->peer->transport, p->remote)) {
+                              : tb__peer_memory_check(p->memory, (uint64_t)first, (uint64_t)last);
+    if (status == TB_INVALID && tb__peer_memory_is_valid(p->memory)) {
         tb__prefix_detail("tensor '%.100s' is not inside of its memory", flow->tensors[p->tensor].spec.name);
         return false;
     }
-    char byte;
-    p->map = tb__transport_map(m->peer->transport, p->remote);
-    if (status == TB_OK && !p->map && first < last)
-        status = tb__transport_read(m->peer->transport, p->remote, &(tb_range){(size_t)first, 1}, 1,
-                                    &(tb_piece){&byte, 1}, 1);
+    if (status == TB_OK && first < last)
+        status = tb__peer_memory_probe(p->memory, (uint64_t)first);
     if (status != TB_OK)
         p->why_staged = keep_sentence(flow, tb_error_detail());
     return true;
 }
 
-static bool map_remote_tensors(tb__flow *flow, member *m) {
+static bool reach_tensors(tb__flow *flow, member *m) {
     span *spans = tb__calloc(m->setup.remote_tensors.count, sizeof *spans);
     bool is_good = true;
     if (!spans) {
@@ -246,7 +227,7 @@ static bool map_remote_tensors(tb__flow *flow, member *m) {
     }
     find_spans(flow, m, spans);
     for (size_t i = 0; i < m->setup.remote_tensors.count && is_good; i++)
-        is_good = map_remote_tensor(flow, m, &m->setup.remote_tensors.item[i], &spans[i]);
+        is_good = reach_tensor(flow, &m->setup.remote_tensors.item[i], &spans[i]);
     free(spans);
     return is_good;
 }
@@ -266,13 +247,13 @@ static bool unpack_remote_tensor(tb__flow *flow, member *m, tb__unpack *message)
         return false;
     remote_tensor p = {.tensor = (uint32_t)tensor};
     p.is_overwritten = tb__unpack_u32(message) != 0;
-    p.remote = import_memory(flow, m, message, &p.why_staged);
+    p.memory = import_memory(flow, m, message, &p.why_staged);
     p.offset = tb__unpack_u64(message);
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
     bool is_in_order = m->setup.remote_tensors.count == 0 ||
                        m->setup.remote_tensors.item[m->setup.remote_tensors.count - 1].tensor < p.tensor;
-    /* Capacity is reserved. tb__flow_unbind releases the remote memory, also after an error. */
+    /* Capacity is reserved. tb__flow_unbind releases the memory, also after an error. */
     m->setup.remote_tensors.item[m->setup.remote_tensors.count++] = p;
     if (!is_in_order && !message->failed)
         tb__set_detail("tensors are not in order");
@@ -295,28 +276,36 @@ static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
     return false;
 }
 
-/* Whether this rank's parts of the tensor, source and target, are in host memory. */
-static bool is_on_host(const tb__flow *flow, const tb__flow_tensor *t) {
-    return tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base);
+/* How a bucket would be read. */
+typedef struct reading {
+    bool has_unmapped;        /* something is read by calls, which only the host device can do */
+    const tb__device *device; /* that copies; the host's if no other has to */
+} reading;
+
+/* Why a device can't copy this, beside what it has to copy already; NULL: it can. */
+static const char *add_device(reading *r, const tb__device *device) {
+    if (device->ops == &tb__host_device_ops || device == r->device)
+        return NULL;
+    if (r->device->ops != &tb__host_device_ops)
+        return "it is on a device that this rank's device can't read";
+    r->device = device;
+    return NULL;
 }
 
 /* Why a chunk can't be read from a sender; NULL: it can. */
-static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk, const member *m, bool *is_mapped) {
+static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk, const member *m, reading *r) {
     const remote_tensor *p = tb__member_find_tensor(m, chunk->tensor);
     if (!p)
         return "its rank did not say where it is";
-    *is_mapped = p->map != NULL;
-    if (p->why_staged || p->map)
+    if (p->why_staged)
         return p->why_staged;
+    if (tb__peer_memory_is_mapped(p->memory))
+        return add_device(r, tb__peer_memory_device(p->memory));
     int outer;
     int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
     bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < MIN_RUN;
-    if (outer > 0 && is_short)
-        return "its memory can't be mapped, and it lies there in short runs";
-    /* Only the host device can read it, which can't access other devices' memory. */
-    return is_on_host(flow, &flow->tensors[chunk->tensor])
-               ? NULL
-               : "its memory can't be mapped, and this rank's is on a device";
+    r->has_unmapped = true;
+    return outer > 0 && is_short ? "its memory can't be mapped, and it lies there in short runs" : NULL;
 }
 
 /* Why no bucket of the lane can be read; NULL: see why_staged_bucket. */
@@ -333,20 +322,26 @@ static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
 }
 
 /* Why a bucket can't be read from the lane's senders; NULL: it can. */
-static const char *why_staged_bucket(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
+static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_bucket *bucket, bool *is_for_device) {
     const tb_ir *ir = flow->setup.ir;
-    bool all_mapped = true;
+    const tb__device *host = tb__loop_find_device(flow->o.loop, NULL, 0);
+    bool has_unmapped = false;
     for (size_t i = 0; i < bucket->nentries; i++) {
         const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
+        const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+        /* slots of gathered tensors are host memory */
+        reading r = {.device = t->is_gathered ? host : tb__loop_find_device(flow->o.loop, t->dst.base, 1)};
         for (uint32_t j = 0; j < l->nsenders; j++) {
-            bool is_mapped = false;
-            const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &is_mapped);
+            const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &r);
             if (why)
                 return why;
-            all_mapped &= is_mapped;
         }
+        if (r.has_unmapped && r.device != host)
+            return "its memory can't be mapped, and a device would have to read it";
+        has_unmapped |= r.has_unmapped;
+        *is_for_device = (*is_for_device || i == 0) && r.device != host;
     }
-    return l->nsenders > MAX_SENDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
+    return l->nsenders > MAX_SENDERS_READ && has_unmapped ? "too many ranks would have to be read at a time" : NULL;
 }
 
 /* This rank's own data is never staged. The buckets of a reduced lane are all staged or none is: all ranks combine them
@@ -356,8 +351,10 @@ static void choose_paths(tb__flow *flow, lane *l) {
     bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
     bool is_own = l->nsenders == 0 || (l->nsenders == 1 && l->senders[0] == flow->self);
     const char *why_all = is_own ? NULL : why_staged_lane(flow, l);
+    for (size_t i = 0; i < l->channel->nbuckets && is_own && !l->first->is_coded; i++)
+        (void)why_staged_bucket(flow, l, &buckets[i], &paths[i].is_for_device);
     for (size_t i = 0; i < l->channel->nbuckets && !is_own && !why_all; i++) {
-        paths[i].why_staged = why_staged_bucket(flow, l, &buckets[i]);
+        paths[i].why_staged = why_staged_bucket(flow, l, &buckets[i], &paths[i].is_for_device);
         paths[i].takes_staged = paths[i].why_staged != NULL;
         l->takes_staged |= paths[i].takes_staged;
         if (l->nsenders > 1)
@@ -447,14 +444,14 @@ bool tb__flow_try_reach(tb__flow *flow) {
 /* Finds this rank's exposure in the mapped memory of the sender; leaves NULL if that is not mapped. False: the offset
  * is bad. */
 static bool map_exposure(member *from, uint64_t offset) {
-    char *exposures = tb__transport_map(from->peer->transport, from->direct.exposures);
+    char *exposures = tb__peer_memory_address(from->direct.exposures);
     uint64_t last;
     if (!exposures)
         return true;
     tb_status status = __builtin_add_overflow(offset, sizeof(uint64_t), &last)
                            ? tb__fail(TB_INVALID, "its offset is %" PRIu64, offset)
-                           : check_inside(from, from->direct.exposures, offset, last);
-    if (status == TB_INVALID && tb__transport_is_valid(from->peer->transport, from->direct.exposures)) {
+                           : tb__peer_memory_check(from->direct.exposures, offset, last);
+    if (status == TB_INVALID && tb__peer_memory_is_valid(from->direct.exposures)) {
         tb__prefix_detail("its exposure lies outside of its memory");
         return false;
     }
@@ -490,7 +487,7 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
         if (!unpack_remote_tensor(flow, from, message))
             return false;
     }
-    if (!tb__unpack_is_done(message) || !map_remote_tensors(flow, from))
+    if (!tb__unpack_is_done(message) || !reach_tensors(flow, from))
         return false;
     from->setup.is_bound = true;
     tb__flow_try_reach(flow);
@@ -559,16 +556,9 @@ bool tb__flow_all_have_reach(const tb__flow *flow) {
 void tb__flow_unbind(tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
-        if (!m->peer) /* tb__flow_create failed */
-            continue;
-        const tb_transport *t = m->peer->transport;
-        for (size_t j = 0; j < m->setup.remote_tensors.count; j++) {
-            tb__host_unmap_reader(m->setup.remote_tensors.item[j].reader);
-            if (m->setup.remote_tensors.item[j].remote)
-                t->ops->mem_release(t->context, m->setup.remote_tensors.item[j].remote);
-        }
+        for (size_t j = 0; j < m->setup.remote_tensors.count; j++)
+            tb__peer_memory_release(m->setup.remote_tensors.item[j].memory);
         free(m->setup.remote_tensors.item);
-        if (m->direct.exposures)
-            t->ops->mem_release(t->context, m->direct.exposures);
+        tb__peer_memory_release(m->direct.exposures);
     }
 }

@@ -128,17 +128,10 @@ staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, 
     return p;
 }
 
-static void release_remote(tb__flow *flow, uint32_t position, tb_remote *remote) {
-    const tb_transport *t = flow->members[position].peer->transport;
-    if (remote)
-        t->ops->mem_release(t->context, remote);
-}
-
 /* Of one that is in no list any more. One with a message that may still access its memory is kept. */
 static void free_bucket(staged_bucket *p, bool is_held) {
     tb__flow *flow = p->flow;
-    if (p->remote)
-        release_remote(flow, p->messages[0].member, p->remote);
+    tb__peer_memory_release(p->memory);
     tb__region_put(p->region); /* before its memory is reused */
     flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
     if (is_held) {
@@ -219,11 +212,11 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     tb__flow *flow = p->flow;
     bucket_message *c = &p->messages[0];
     member *from = &flow->members[c->member];
-    if (!p->remote)
+    if (!p->memory)
         return TB_OK;
-    bool is_valid = tb__transport_is_valid(from->peer->transport, p->remote);
-    release_remote(flow, c->member, p->remote);
-    p->remote = NULL;
+    bool is_valid = tb__peer_memory_is_valid(p->memory);
+    tb__peer_memory_release(p->memory);
+    p->memory = NULL;
     p->map = NULL;
     c->is_done = true;
     p->left--;
@@ -361,7 +354,7 @@ void tb__staged_bucket_announce(staged_bucket *p) {
         tb__pack_u64(&pack, c->tag);
         tb__pack_u64(&pack, p->nbytes);
         tb__pack_u64(&pack, sum);
-        tb__flow_pack_key(&pack, flow, p->buffer, p->region, flow->members[c->member].peer);
+        tb__flow_pack_key(&pack, flow, p->region, flow->members[c->member].peer);
         tb__flow_send_message(flow, &flow->members[c->member], &pack);
     }
 }
@@ -431,9 +424,9 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
     }
     /* Buckets that are combined, relayed or stashed need a buffer of this rank. */
     if (!l->is_channel_source && l->nchildren == 0 && !l->overwrites_source)
-        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.remote);
+        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.memory);
     if (!tb__vec_push(&flow->staged.announcements, a)) {
-        release_remote(flow, a.member, a.remote);
+        tb__peer_memory_release(a.memory);
         tb__flow_fail_no_memory(flow, from);
     }
     return true;
@@ -444,7 +437,7 @@ void tb__staged_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last
     for (size_t i = 0; i < flow->staged.announcements.count; i++) {
         const announcement *a = &flow->staged.announcements.item[i];
         if (a->attempt >= first && a->attempt <= last)
-            release_remote(flow, a->member, a->remote);
+            tb__peer_memory_release(a->memory);
         else
             flow->staged.announcements.item[kept++] = *a;
     }

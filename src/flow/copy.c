@@ -5,7 +5,6 @@
 #include "base/dtype.h"
 #include "base/int.h"
 #include "base/log.h"
-#include "device/host/reader.h"
 #include "layout/overlap.h"
 
 #include <inttypes.h>
@@ -117,21 +116,6 @@ static void row_major_strides(const tb_chunk *chunk, const int64_t *len, int64_t
     }
 }
 
-static tb_status read_remote(void *arg, const tb_range *ranges, size_t nranges, void *to, size_t nbytes) {
-    const remote_tensor *p = arg;
-    tb_status status = tb__transport_read(p->owner->transport, p->remote, ranges, nranges, &(tb_piece){to, nbytes}, 1);
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", p->owner->label);
-}
-
-static tb_status map_reader(member *m, remote_tensor *p, tb__mapping **out) {
-    if (!p->reader) {
-        p->owner = m->peer;
-        p->reader = tb__host_map_reader(SIZE_MAX >> 8, read_remote, p); /* bounds were checked on BIND */
-    }
-    *out = p->reader;
-    return p->reader ? TB_OK : TB_NO_MEMORY;
-}
-
 /* The chunk's address and strides at this end. The address is relative to *mapping, unless that is NULL. */
 static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chunk *it, int64_t *strides, void **out,
                             tb__mapping **mapping) {
@@ -162,16 +146,11 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
         *out = (void *)offset; // NOLINT(performance-no-int-to-ptr)
         return TB_OK;
     }
-    remote_tensor *p = tb__member_find_tensor(e->member, chunk->tensor);
+    const remote_tensor *p = tb__member_find_tensor(e->member, chunk->tensor);
     int64_t offset =
         (int64_t)p->offset + tb__dtype_offset(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
     memcpy(strides, p->strides, sizeof p->strides);
-    if (p->map) {
-        *out = p->map + offset;
-        return TB_OK;
-    }
-    *out = (void *)(uintptr_t)offset; // NOLINT(performance-no-int-to-ptr)
-    return map_reader(e->member, p, mapping);
+    return tb__peer_memory_source(p->memory, (uint64_t)offset, out, mapping);
 }
 
 /* ---- Jobs ------------------------------------------------------------------------------------------------------ */
@@ -254,8 +233,9 @@ static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, co
 }
 
 /* Whether buckets of the lane need a copy of this kind. */
-static bool needs_copy(const lane *l, const bucket_path *path, copy_kind kind) {
-    bool is_read = l->is_target && !path->takes_staged, is_combined = l->is_channel_source && l->nsenders > 1;
+static bool needs_copy(const tb__flow *flow, const lane *l, const bucket_path *path, copy_kind kind) {
+    bool is_read = l->is_target && !path->takes_staged && !tb__lane_is_revoked(flow, l),
+         is_combined = l->is_channel_source && l->nsenders > 1;
     if (l->first->is_coded) {
         bool packs = kind == COPY_PACK || kind == COPY_SCRATCH_SRC;
         bool unpacks = kind == COPY_UNPACK || kind == COPY_SCRATCH_DST || kind == COPY_SCRATCH_BACK;
@@ -315,7 +295,7 @@ static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, cop
     }
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
         size_t bucket = l->channel->first_bucket + i;
-        if (!needs_copy(l, &flow->setup.paths[bucket], kind))
+        if (!needs_copy(flow, l, &flow->setup.paths[bucket], kind))
             continue;
         size_t raw = (size_t)tb__flow_raw_size(flow, &flow->setup.ir->buckets[bucket]), others = 0;
         for (size_t j = 0; from != &one && j < nfrom; j++) {
@@ -400,7 +380,7 @@ static tb_status list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out)
         const lane *l = &flow->setup.lanes[i];
         if (!l->first->is_coded)
             TB_TRY(add_lane(flow, out, l, kind));
-        else if (needs_copy(l, &flow->setup.paths[l->channel->first_bucket], kind))
+        else if (needs_copy(flow, l, &flow->setup.paths[l->channel->first_bucket], kind))
             TB_TRY(add_coded_lane(flow, out, l, kind));
     }
     return TB_OK;
@@ -417,6 +397,20 @@ tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
     out->is_done = status == TB_OK;
     tb__move_list_fini(&list);
     return status;
+}
+
+bool tb__flow_is_reading(const tb__flow *flow) {
+    const copy_op *c = flow->copies.ops;
+    while (c && c->kind != COPY_DIRECT && c->kind != COPY_STASH)
+        c = c->next;
+    return c != NULL;
+}
+
+void tb__flow_forget_reads(tb__flow *flow) {
+    for (int kind = COPY_DIRECT; kind <= COPY_STASH; kind++) {
+        tb__jobs_release(&flow->copies.prepared[kind].jobs);
+        flow->copies.prepared[kind].is_done = false;
+    }
 }
 
 void tb__flow_release_copies(tb__flow *flow) {
@@ -445,13 +439,13 @@ static tb_phase phase_of(const copy_op *c) {
 
 static void on_run_done(tb__jobs_run *run);
 
-static bool is_coded(const copy_op *c) {
+bool tb__copy_op_is_coded(const copy_op *c) {
     return (c->kind == COPY_PACK || c->kind == COPY_UNPACK) && tb__flow_first_chunk(c->flow, c->parts[0])->is_coded;
 }
 
 /* Sets `running` to the kind of the next run; COPY_KINDS: none. */
 static tb_status next_run_of(copy_op *c) {
-    if (is_coded(c))
+    if (tb__copy_op_is_coded(c))
         return tb__flow_step_coded(c);
     c->running = COPY_KINDS;
     return TB_OK;
@@ -462,8 +456,15 @@ static void submit_run(copy_op *c) {
     tb__run what = {.parts = is_whole(c->running) ? NULL : c->parts,
                     .nparts = c->nparts,
                     .src_buffer = c->scratch && c->running != COPY_UNPACK ? c->scratch : c->from,
-                    .dst_buffer = fills_scratch ? c->scratch : c->to};
+                    .dst_buffer = fills_scratch ? c->scratch : c->to,
+                    .after = c->after};
     c->run = (tb__jobs_run){.done = on_run_done};
+    tb__stream_point_put(c->point);
+    c->point = tb__stream_point_use(tb__copy_op_point(c));
+    if (c->point) {
+        c->after[0] = &c->point->submitted.fence;
+        what.nafter = 1;
+    }
     if (c->running == COPY_SUM)
         tb__jobs_submit_sum(c->flow->o.loop, c->from, c->nbytes, &c->run);
     else
@@ -518,12 +519,17 @@ static void finish_copy_op(copy_op *c, tb_status status) {
         }
     }
     if (flow->copies.is_stuck) {
-        tb__leg_end_copy(leg);
+        if (leg->is_ending) { /* else it was given up, or is a later one */
+            tb__leg_end_copy(leg);
+            tb__flow_close_leg(flow, is_send);
+        }
         tb__flow_free_copy_op(c);
         if (--flow->copies.nops == 0 && flow->copies.is_orphan) {
             tb__quarantine_end(flow->copies.quarantine);
             (void)tb__flow_free(flow);
+            return;
         }
+        tb__flow_release_revoked(flow);
         return;
     }
     if (status != TB_OK)
@@ -535,6 +541,7 @@ static void finish_copy_op(copy_op *c, tb_status status) {
     tb__leg_end_copy(leg);
     tb__flow_close_leg(flow, is_send);
     flow->copies.nops--;
+    tb__flow_release_revoked(flow);
     tb__loop_wake(flow->o.loop);
     tb__loop_signal(flow->o.loop);
 }
@@ -566,11 +573,17 @@ copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size
 }
 
 void tb__flow_free_copy_op(copy_op *c) {
-    if (c) {
-        free(c->parts);
-        tb_free(c->scratch);
-    }
-    free(c);
+    if (!c)
+        return;
+    free(c->parts);
+    c->parts = NULL;
+    tb_free(c->scratch);
+    c->scratch = NULL;
+    tb__stream_point_put(c->point);
+    c->point = NULL;
+    c->is_over = true;
+    if (c->nholders == 0)
+        free(c);
 }
 
 void tb__flow_start_copy_op(copy_op *c) {
@@ -581,7 +594,7 @@ void tb__flow_start_copy_op(copy_op *c) {
     c->next = flow->copies.ops;
     flow->copies.ops = c;
     tb__leg_begin_copy(leg, phase_of(c));
-    tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
+    tb_status status = tb__copy_op_is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
     if (!run_next(c, &status))
         finish_copy_op(c, status);
 }
@@ -593,8 +606,14 @@ void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send) {
     }
 }
 
-void tb__flow_give_up_copies(tb__flow *flow) {
+void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]) {
     flow->copies.is_stuck = true;
+    snprintf(why, TB__WHY_MAX, "a device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use",
+             flow->o.rank, flow->what);
+    if (tb__loop_is_driver(flow->o.loop))
+        tb__flow_break(flow, TB_TIMEOUT, why);
+    else
+        tb__flow_fail_later(flow, TB_TIMEOUT, why);
 }
 
 static bool has_no_copy_ops(void *arg) {

@@ -222,6 +222,8 @@ void tb__flow_count_stashed(tb__flow *flow, const lane *l) {
 }
 
 static bool are_ready(const tb__flow *flow, const lane *l) {
+    if (flow->direct.is_revoking || tb__lane_is_revoked(flow, l))
+        return false;
     for (uint32_t i = 0; i < l->nsenders; i++) {
         if (flow->members[l->senders[i]].direct.ready != flow->recv.attempt)
             return false;
@@ -229,7 +231,8 @@ static bool are_ready(const tb__flow *flow, const lane *l) {
     return true;
 }
 
-/* The most that one copy operation reads, so that bytes_done grows steadily. */
+/* The most that the host reads in one copy operation, so that bytes_done grows steadily. What other devices do is not
+ * divided. */
 enum { COPY_OP_BYTES = 256 << 20 };
 
 static bool can_read(const tb__flow *flow, const lane *l) {
@@ -261,10 +264,8 @@ static tb_status find_invalidated(tb__flow *flow, size_t bucket) {
         for (uint32_t j = 0; j < l->nsenders; j++) {
             const member *m = &flow->members[l->senders[j]];
             const remote_tensor *p = tb__member_find_tensor(m, tensor);
-            if (p && p->remote && !tb__transport_is_valid(m->peer->transport, p->remote))
-                return tb__fail(m->peer->is_lost ? TB_LOST : TB_INVALID,
-                                "the memory of tensor '%.100s' on %s was invalidated; make %s again",
-                                flow->tensors[tensor].spec.name, m->peer->label, flow->what);
+            if (p && p->memory && !tb__peer_memory_is_valid(p->memory))
+                return tb__flow_fail_invalidated(flow, m, tensor);
         }
     }
     return TB_OK;
@@ -385,7 +386,7 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
             size_t index = l->channel->first_bucket + l->to_take;
             if (flow->setup.ir->buckets[index].group != number)
                 break;
-            nbytes += flow->setup.ir->buckets[index].total_bytes;
+            nbytes += flow->setup.paths[index].is_for_device ? 0 : flow->setup.ir->buckets[index].total_bytes;
             c->parts[c->nparts++] = (uint32_t)index;
             l->to_take = next_to_take(flow, l, l->to_take + 1);
         }

@@ -8,6 +8,7 @@
 #define TB_FLOW_DIRECT_H
 
 #include "flow/setup.h"
+#include "loop/share.h"
 
 #include <stdatomic.h>
 
@@ -24,6 +25,8 @@ struct flow_direct {
     uint64_t writable_attempt; /* the last attempt for which this rank may overwrite its sources */
     size_t readers_left, committers_left;
     uint32_t next_lane_in;
+    tb__revocation_watch watch; /* written by invalidate.c, as is ... */
+    bool is_revoking;           /* ... this: senders' memory is released when no copy reads it */
 };
 
 /* Progress of direct reads between this rank and another one, in the current transfers. */
@@ -31,7 +34,7 @@ struct member_direct {
     _Atomic uint64_t *exposure;               /* of this rank's tensors to it */
     bool has_stashed, is_done, has_committed; /* as a reader */
 
-    tb_remote *exposures;
+    tb__peer_memory *exposures;
     _Atomic uint64_t *peer_exposure; /* as a sender: of its tensors to this rank; NULL: not mapped */
     uint64_t ready;                  /* the attempt of its last READY */
     size_t left, stash_left;         /* its buckets that have not arrived, and that have not been stashed */

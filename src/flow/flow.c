@@ -42,6 +42,7 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
         memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
     flow->setup.ir = opts->ir;
     tb__flow_record_started(flow, opts->started);
+    tb__flow_watch_revocations(flow);
     *out = flow;
     return TB_OK;
 }
@@ -50,6 +51,9 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
 static _Atomic(tb__flow *) kept_flows;
 
 bool tb__flow_free(tb__flow *flow) {
+    tb__flow_set_stream_point(flow, true, NULL);
+    tb__flow_set_stream_point(flow, false, NULL);
+    tb__loop_unwatch_revocations(&flow->direct.watch);
     tb__flow_release_copies(flow);
     tb__staged_fini(flow);
     if (flow->members)

@@ -25,7 +25,7 @@
 #ifndef TB_FLOW_FLOW_H
 #define TB_FLOW_FLOW_H
 
-#include "loop/loop.h"
+#include "loop/stream.h"
 #include "tensorbus/plan.h"
 
 typedef struct tb__flow tb__flow;
@@ -225,6 +225,10 @@ static inline bool tb__leg_has_ended(const tb__leg *leg) {
  * before they began it, and do not send it as the next one. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
 
+/* The next send reads this rank's tensors, or the next receive writes them, after this point; NULL: at once. Holds for
+ * a receive that is applied later, too. */
+void tb__flow_set_stream_point(tb__flow *flow, bool is_send, tb__stream_point *point);
+
 /* Whether a transfer can begin. If a peer is gone, only one that others have started. */
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send);
 
@@ -233,6 +237,19 @@ bool tb__flow_is_offered(const tb__flow *flow);
 
 /* The transfer number of an attempt; 0: it has not started. */
 uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
+
+/* Whether all data of the receive has arrived, or is being written by copies that have begun on this device. */
+bool tb__flow_has_begun_writes(const tb__flow *flow, const tb__device *device);
+
+/* Fences of copies, which stay valid while they are held, also if the flow is destroyed. Zero-initialised: none. */
+typedef struct tb__held_fences {
+    TB_VEC(const tb__fence *) fences;
+    TB_VEC(struct copy_op *) ops;
+} tb__held_fences;
+
+/* Adds those of the receive's copies that write tensors. Release them also if this fails. */
+tb_status tb__flow_hold_writes(tb__flow *flow, tb__held_fences *held);
+void tb__held_fences_release(tb__held_fences *held);
 
 /* Makes progress where possible; returns whether it did. */
 bool tb__flow_step(tb__flow *flow, bool is_send);
@@ -261,6 +278,9 @@ tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
  * was discarded without being aborted. TB__SHADOW_APPLIED reports the result, when the copy is done or before this
  * returns. Releases the lock while it calls `applying`. */
 void tb__flow_apply(tb__flow *flow);
+/* Does not wait any longer for the device that copies the shadow: TB__SHADOW_APPLIED reports TB_TIMEOUT, and the flow
+ * breaks. */
+void tb__flow_give_up_apply(tb__flow *flow);
 /* Ends the prepared receive; the tensors keep what they hold. If it is aborted, all ranks are told that it has failed.
  * Otherwise others may have applied it, and only the senders hear that this rank has not. */
 void tb__flow_discard(tb__flow *flow, bool is_aborted, tb_status status, const char *why);

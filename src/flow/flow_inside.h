@@ -92,6 +92,10 @@ struct copy_op {
     staged_bucket *staged_bucket; /* for `end` */
     bucket_message *message;      /* likewise, of a checksum */
     size_t nbytes;
+    tb__stream_point *point; /* that a run waits for; NULL: none */
+    tb__fence *after[1];     /* its fence */
+    size_t nholders;         /* of its fences; it is freed when there are none */
+    bool is_over;            /* the flow does not know it any more */
     copy_op *next;
 };
 
@@ -127,14 +131,15 @@ struct flow_groups {
     char *slots;              /* memory to gather in */
 };
 
-/* Only copy.c writes it. */
+/* Only copy.c writes it, but for what it says. */
 struct flow_copies {
     prepared prepared[COPY_KINDS];
-    copy_op *ops;               /* under way, a list */
-    size_t nops;                /* including those whose `end` is running */
-    bool is_stuck;              /* a device has not finished copies in time: the memory that they use is kept */
-    bool is_orphan;             /* the flow is freed when the last copy is done ... */
-    tb__quarantine *quarantine; /* ... and until then its tensors are in use */
+    copy_op *ops;                /* under way, a list */
+    size_t nops;                 /* including those whose `end` is running */
+    bool is_stuck;               /* a device has not finished copies in time: the memory that they use is kept */
+    bool is_orphan;              /* the flow is freed when the last copy is done ... */
+    tb__quarantine *quarantine;  /* ... and until then its tensors are in use */
+    tb__stream_point *points[2]; /* by leg (is_send): tensors are read and written after it; NULL: at once (stream.c) */
 };
 
 /* What is not in a struct of its own is written by flow.c only, except that setup.c binds `tensors` to snapshots and
@@ -209,15 +214,20 @@ void tb__flow_close_leg(tb__flow *flow, bool is_send);
 /* Prepares the jobs of this kind, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
 void tb__flow_release_copies(tb__flow *flow); /* no copy operation is under way */
+/* Whether a copy reads senders' tensors; and releases the jobs of such copies, when none does. */
+bool tb__flow_is_reading(const tb__flow *flow);
+void tb__flow_forget_reads(tb__flow *flow);
 /* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow. */
 copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
 void tb__flow_start_copy_op(copy_op *c);
 void tb__flow_free_copy_op(copy_op *c); /* one that was not started; NULL is allowed */
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
-/* A device has not finished copies in time: they are not waited for, and the memory that they use is kept. */
-void tb__flow_give_up_copies(tb__flow *flow);
+/* A device has not finished copies in time: they are not waited for, the memory that they use is kept, and the flow
+ * breaks, for the reason that is written to `why`. */
+void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]);
 /* Cancels copies and waits for them. False: a device does not finish; the flow is freed when it does. */
 bool tb__flow_end_copies(tb__flow *flow);
+bool tb__copy_op_is_coded(const copy_op *c);
 /* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
 tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
 int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
@@ -230,6 +240,14 @@ char *tb__binding_at(const tb_binding *binding, const int64_t *index);
 int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer);
 /* The index at which the n-th run of a box begins, for a box at `start`. */
 void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
+
+/* stream.c */
+/* The point that the operation's next run waits for; NULL: none. */
+tb__stream_point *tb__copy_op_point(const copy_op *c);
+/* Whether the leg waits for the work that was on the program's stream when it began. */
+bool tb__flow_awaits_stream(const tb__flow *flow, bool is_send);
+/* Fails if that work has failed. */
+tb_status tb__flow_check_stream(const tb__flow *flow, bool is_send);
 
 /* coded.c */
 /* Allocates scratch memory for a bucket whose chunks need it, and sets `running` to the first kind. */
@@ -283,5 +301,13 @@ void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status statu
 
 /* invalidate.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
+/* Watches for memory that senders revoke. */
+void tb__flow_watch_revocations(tb__flow *flow);
+/* Releases revoked memory of senders, if no copy reads it any more. */
+void tb__flow_release_revoked(tb__flow *flow);
+/* Whether a sender of the lane has revoked memory, so that the lane can't be read. */
+bool tb__lane_is_revoked(const tb__flow *flow, const lane *l);
+/* Fails with TB_INVALID, or TB_LOST, because memory of a tensor on this member was invalidated. */
+tb_status tb__flow_fail_invalidated(const tb__flow *flow, const member *m, uint32_t tensor);
 
 #endif

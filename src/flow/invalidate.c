@@ -1,5 +1,6 @@
-/* Memory that the program invalidates while a flow uses it. Only the driver ends a leg, so a leg that uses the memory
- * is marked here, and ends in its next step. Until then it may read and write. */
+/* Memory that the program invalidates while a flow uses it, and memory that other ranks revoke. Only the driver ends a
+ * leg, so a leg that uses the program's memory is marked here, and ends in its next step. Until then it may read and
+ * write. */
 #include "flow/flow_inside.h"
 
 #include <inttypes.h>
@@ -45,4 +46,69 @@ bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, 
     if (used)
         *tensor = used->spec.name;
     return sends || receives || held || (dst && flow->shadow.is_applying) || (used && flow->copies.is_stuck);
+}
+
+/* ---- Memory of senders ------------------------------------------------------------------------------------------ */
+
+bool tb__lane_is_revoked(const tb__flow *flow, const lane *l) {
+    for (uint32_t i = 0; i < l->nsenders; i++) {
+        if (flow->members[l->senders[i]].setup.is_revoked)
+            return true;
+    }
+    return false;
+}
+
+tb_status tb__flow_fail_invalidated(const tb__flow *flow, const member *m, uint32_t tensor) {
+    return tb__fail(m->peer->is_lost ? TB_LOST : TB_INVALID,
+                    "the memory of tensor '%.100s' on %s was invalidated; make %s again",
+                    flow->tensors[tensor].spec.name, m->peer->label, flow->what);
+}
+
+static const remote_tensor *find_revoked(const member *m) {
+    for (size_t i = 0; i < m->setup.remote_tensors.count; i++) {
+        const remote_tensor *p = &m->setup.remote_tensors.item[i];
+        if (p->memory && tb__peer_memory_is_revoked(p->memory))
+            return p;
+    }
+    return NULL;
+}
+
+/* The jobs of reads use memory of all senders, and must not run again once some of it is unmapped. So no read is begun
+ * until those under way have ended, and the jobs are prepared anew, without the senders that have revoked memory. */
+void tb__flow_release_revoked(tb__flow *flow) {
+    if (!flow->direct.is_revoking || tb__flow_is_reading(flow))
+        return;
+    flow->direct.is_revoking = false;
+    tb__flow_forget_reads(flow);
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        for (size_t j = 0; m->setup.is_revoked && j < m->setup.remote_tensors.count; j++) {
+            remote_tensor *p = &m->setup.remote_tensors.item[j];
+            tb__peer_memory_release(p->memory);
+            p->memory = NULL;
+            p->why_staged = "its memory was invalidated";
+        }
+    }
+}
+
+/* A receive that has all of the sender's data goes on; one that needs a sender which is gone fails for that reason. */
+static void on_revoked(tb__revocation_watch *watch) {
+    tb__flow *flow = (tb__flow *)((char *)watch - offsetof(tb__flow, direct.watch));
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        const remote_tensor *p = m->setup.is_revoked ? NULL : find_revoked(m);
+        if (!p)
+            continue;
+        m->setup.is_revoked = flow->direct.is_revoking = true;
+        if (!flow->recv.attempt || m->direct.is_concluded || m->is_gone || m->peer->is_lost)
+            continue;
+        tb__fault fault = tb__fault_of(tb__flow_fail_invalidated(flow, m, p->tensor), tb_error_detail());
+        tb__flow_fail_leg(flow, false, &fault, true);
+    }
+    tb__flow_release_revoked(flow);
+}
+
+void tb__flow_watch_revocations(tb__flow *flow) {
+    flow->direct.watch.revoked = on_revoked;
+    tb__loop_watch_revocations(flow->o.loop, &flow->direct.watch);
 }

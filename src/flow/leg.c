@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
     return is_send ? &flow->send : &flow->recv;
@@ -250,14 +251,11 @@ static bool step_ending(tb__flow *flow, bool is_send) {
     leg->wake_ms = leg->stuck_ms;
     if (tb__now_ms() < leg->stuck_ms)
         return false;
-    snprintf(why, sizeof why,
-             "%.350s%sa device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use", leg->why,
-             *leg->why ? "; " : "", flow->o.rank, flow->what);
-    snprintf(leg->why, sizeof leg->why, "%s", why);
-    leg->status = leg->status == TB_OK ? TB_TIMEOUT : leg->status;
     leg->is_ending = leg->is_under_way = false;
-    tb__flow_give_up_copies(flow);
-    tb__flow_break(flow, leg->status, why);
+    leg->status = leg->status == TB_OK ? TB_TIMEOUT : leg->status;
+    tb__flow_give_up_copies(flow, why);
+    size_t length = strnlen(leg->why, sizeof leg->why - strlen(why) - sizeof "; ");
+    snprintf(leg->why + length, sizeof leg->why - length, "%s%s", length ? "; " : "", why);
     return true;
 }
 

@@ -110,6 +110,22 @@ static void find_range(const copy_op *c, uint32_t range[2]) {
     }
 }
 
+/* Where this rank has its part of a tensor. */
+static tb__device *find_unit(const tb__flow *flow, uint32_t tensor, bool is_send, int *unit) {
+    const tb__flow_tensor *t = &flow->tensors[tensor];
+    tb__memory memory;
+    tb__device *device = tb__loop_find_memory(flow->o.loop, (is_send ? &t->src : &t->dst)->base, 1, &memory);
+    *unit = memory.index;
+    return device;
+}
+
+/* The device that has failed, with its unit if the tensor is there. */
+static const char *name_unit(const tb__flow *flow, const copy_op *c, uint32_t tensor) {
+    int unit;
+    tb__device *device = find_unit(flow, tensor, c->is_send, &unit);
+    return device == c->run.failed ? tb__device_unit_name(device, unit) : c->run.failed->ops->name;
+}
+
 tb_status tb__flow_fail_copy_op(const copy_op *c, tb_status status, const char *why) {
     const tb__flow *flow = c->flow;
     bool is_group = c->kind == COPY_MEASURE || c->kind == COPY_GATHERED;
@@ -121,7 +137,7 @@ tb_status tb__flow_fail_copy_op(const copy_op *c, tb_status status, const char *
     const char *first = flow->tensors[range[0]].spec.name, *last = flow->tensors[range[1]].spec.name;
     snprintf(inner, sizeof inner, "%s", why); /* it may be tb_error_detail */
     if (c->run.failed)
-        snprintf(device, sizeof device, ": the %s device", c->run.failed->ops->name);
+        snprintf(device, sizeof device, ": the %s device", name_unit(flow, c, range[0]));
     if (range[0] == range[1])
         snprintf(names, sizeof names, "tensor '%.100s'", first);
     else
@@ -342,7 +358,9 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         first = m ? m->peer->label : NULL;
     }
     bool is_copying = i == ntests && (is_send ? &flow->send : &flow->recv)->ncopies > 0;
-    if (is_copying)
+    if (tb__flow_awaits_stream(flow, is_send))
+        snprintf(out, room, "the work that was on this rank's stream before has not finished");
+    else if (is_copying)
         snprintf(out, room, "this rank's own copies have not finished");
     else if (!first)
         snprintf(out, room, "data is still on its way");
@@ -375,7 +393,7 @@ static const char *write_back(const tb__flow *flow, const lane *l, const bucket_
 static const char *reach_name(const tb__flow *flow, const lane *l, const tb_chunk *c) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
         const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[i]], c->tensor);
-        if (p && !p->map)
+        if (p && p->memory && !tb__peer_memory_is_mapped(p->memory))
             return "not mapped";
     }
     return "mapped";
@@ -386,12 +404,21 @@ static void add_ranks(tb__text *t, const int32_t *ranks, uint32_t count) {
         tb__text_add(t, "%s%" PRId32, i ? "," : "", ranks[i]);
 }
 
+/* Where this rank has the tensor, if that is not host memory. */
+static void add_unit(tb__text *t, const tb__flow *flow, uint32_t tensor, bool is_send) {
+    int unit;
+    tb__device *device = find_unit(flow, tensor, is_send, &unit);
+    if (device->ops != &tb__host_device_ops)
+        tb__text_add(t, " on %s", tb__device_unit_name(device, unit));
+}
+
 static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bucket, const tb_chunk *c) {
     const bucket_path *path = &flow->setup.paths[bucket];
     const lane *l = &flow->setup.lanes[flow->setup.ir->buckets[bucket].channel];
     tb__text_add(t, "  %s ", flow->tensors[c->tensor].spec.name);
     if (is_send) {
         add_box(t, &c->src, c);
+        add_unit(t, flow, c->tensor, true);
         tb__text_add(t, " to ");
         add_ranks(t, c->targets, c->ntargets);
         tb__text_add(t, ", %s", c->is_coded ? "coded" : path->nstaged == c->ntargets ? "staged" : "read in place");
@@ -401,6 +428,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
             tb__text_add(t, " (%s)", path->why_staged);
     } else {
         add_box(t, &c->dst, c);
+        add_unit(t, flow, c->tensor, false);
         tb__text_add(t, " from ");
         if (c->ncontributors)
             add_ranks(t, c->contributors, c->ncontributors);
@@ -418,7 +446,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
         for (uint32_t i = 0; i < l->nchildren; i++)
             tb__text_add(t, "%s%" PRId32, i ? "," : ", relayed to ", flow->members[l->children[i]].peer->rank);
     }
-    tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_transport_kind_name(c->transport), c->nbytes, c->id);
+    tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_chunk_mode_name(c->mode), c->nbytes, c->id);
     if (c->part)
         tb__text_add(t, " part %" PRIu32, c->part);
     tb__text_add(t, "\n");

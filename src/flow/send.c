@@ -23,9 +23,11 @@ bool tb__flow_step_send(tb__flow *flow) {
     if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !tb__flow_all_have_reach(flow)))
         return false;
     if (status == TB_OK && !flow->direct.is_exposed) {
-        if (flow->snapshot.is_being_taken)
+        if (flow->snapshot.is_being_taken || tb__flow_awaits_stream(flow, true))
             return false;
-        status = tb__flow_check_memory(flow, true);
+        status = tb__flow_check_stream(flow, true);
+        if (status == TB_OK)
+            status = tb__flow_check_memory(flow, true);
         if (status == TB_OK && flow->setup.snapshot_of && flow->snapshot.attempt != leg->attempt) {
             status = take_snapshot(flow);
         } else if (status == TB_OK) {

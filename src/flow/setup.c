@@ -169,17 +169,29 @@ static tb_status get_regions(tb__flow *flow, bool is_src, tb__region **regions) 
     return TB_OK;
 }
 
-/* Binds all tensors of `left` that are on the device to new memory there, and clears their `left`. */
-static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, bool is_src, bool *left, tb_binding *live_of) {
+/* One of a device's units, such as a GPU. */
+typedef struct unit {
+    tb__device *device;
+    int index;
+} unit;
+
+static unit find_unit(const tb__flow *flow, const tb_binding *b) {
+    tb__memory memory;
+    tb__device *device = tb__loop_find_memory(flow->o.loop, b->base, 1, &memory);
+    return (unit){device, memory.index};
+}
+
+/* Binds all tensors of `left` that are on the unit to new memory there, and clears their `left`. */
+static tb_status bind_duplicates_on(tb__flow *flow, unit on, bool is_src, bool *left, tb_binding *live_of) {
     size_t at = 0;
     char *memory = NULL;
     for (int pass = 0; pass < 2; pass++) {
         size_t total = at;
         at = 0;
         if (pass == 1) {
-            TB_TRY(device->ops->alloc(device, 0, total, (void **)&memory));
-            if (!tb__vec_push(&flow->setup.duplicates, ((device_memory){device, memory}))) {
-                device->ops->free(device, memory);
+            TB_TRY(on.device->ops->alloc(on.device, on.index, total, (void **)&memory));
+            if (!tb__vec_push(&flow->setup.duplicates, ((device_memory){on.device, memory}))) {
+                on.device->ops->free(on.device, memory);
                 return TB_NO_MEMORY;
             }
         }
@@ -187,8 +199,10 @@ static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, bool is_
             tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
             /* the second pass binds those that the first one has seen: only these have live_of set */
-            if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE) ||
-                tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
+            if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE))
+                continue;
+            unit of = find_unit(flow, pass ? &live_of[i] : b);
+            if (of.device != on.device || of.index != on.index)
                 continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 0) {
@@ -211,8 +225,7 @@ tb_status tb__flow_bind_duplicates(tb__flow *flow, bool is_src, const bool *has,
         if (!left[i])
             continue;
         const tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
-        tb__device *device = tb__loop_find_device(flow->o.loop, b->base, 1);
-        status = bind_duplicates_on(flow, device, is_src, left, live_of);
+        status = bind_duplicates_on(flow, find_unit(flow, b), is_src, left, live_of);
     }
     free(left);
     return status;

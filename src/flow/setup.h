@@ -10,6 +10,7 @@
 #include "flow/flow.h"
 #include "flow/staged.h"
 #include "ir/ir.h"
+#include "loop/peer_memory.h"
 #include "loop/region.h"
 
 /* Where a sender keeps one of its tensors. */
@@ -17,18 +18,16 @@ typedef struct remote_tensor {
     uint32_t tensor;
     bool is_overwritten;    /* its rank will overwrite it during the transfer */
     const char *why_staged; /* why it can't be read; NULL: it can */
-    tb_remote *remote;
-    char *map;           /* NULL: it is not mapped, but read ... */
-    tb__mapping *reader; /* ... through this, made on first use, from ... */
-    tb__peer *owner;     /* ... this peer */
-    uint64_t offset;     /* of element (0, 0, ...), in bytes from the remote's beginning */
+    tb__peer_memory *memory;
+    uint64_t offset; /* of element (0, 0, ...), in bytes from the memory's beginning */
     int64_t strides[TB_MAX_DIMS];
 } remote_tensor;
 
 /* How a bucket gets to its targets. */
 typedef struct bucket_path {
-    bool takes_staged; /* as a target: it is sent to this rank, which otherwise reads it */
-    uint32_t nstaged;  /* as a source: members that it must be sent to */
+    bool takes_staged;  /* as a target: it is sent to this rank, which otherwise reads it ... */
+    bool is_for_device; /* ... by another device than the host's */
+    uint32_t nstaged;   /* as a source: members that it must be sent to */
     uint32_t *staged;
     const char *why_staged; /* reason of the first of them; NULL: there are none */
 } bucket_path;
@@ -101,6 +100,8 @@ struct member_setup {
     size_t nbuckets;                      /* that this rank gets from it */
     int64_t sends_nbytes;                 /* in them */
     size_t nstash;                        /* of them, those that are stashed first */
+    bool is_revoked; /* it has revoked some of its memory, so that none of it is read any more; written by invalidate.c
+                      */
     size_t gathers_until; /* so many groups must be done before all it sent has been written from slots */
 };
 
@@ -125,9 +126,9 @@ size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from);
 void tb__flow_unbind(tb__flow *flow);
 remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor);
 /* Packs a key by which the peer can access the region; an empty one if it can't. */
-void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer);
-/* Maps so many bytes of memory that the member has exported; NULL: not possible. The caller releases *remote. */
-char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote);
+void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer);
+/* Maps so many bytes of host memory that the member has exported; NULL: not possible. The caller releases *memory. */
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb__peer_memory **memory);
 
 /* group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);

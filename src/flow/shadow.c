@@ -100,16 +100,25 @@ static void end_apply(tb__flow *flow, tb_status status, const char *why) {
     tb__loop_signal(flow->o.loop); /* tb_world_invalidate may wait for the memory */
 }
 
+static void mark_partly_applied(tb__flow *flow) {
+    if (!flow->o.targets_are_mirrors)
+        tb__flow_mark_torn(flow);
+}
+
 static void end_commit_copy(copy_op *c, tb_status status) {
     if (status == TB_OK)
         call_applying(c->flow, true);
+    else
+        mark_partly_applied(c->flow);
     end_apply(c->flow, status, c->why);
 }
 
 void tb__flow_apply(tb__flow *flow) {
     flow->shadow.is_applying = true;
     call_applying(flow, false);
-    tb_status status = tb__flow_check_memory(flow, false);
+    tb_status status = flow->copies.is_stuck
+                           ? tb__fail(TB_TIMEOUT, "an earlier copy of %s has not finished", flow->what)
+                           : tb__flow_check_memory(flow, false);
     copy_op *c = status == TB_OK ? tb__flow_new_copy_op(flow, false, COPY_COMMIT, 0) : NULL;
     if (!c) {
         end_apply(flow, status == TB_OK ? TB_NO_MEMORY : status, tb_error_detail());
@@ -117,4 +126,11 @@ void tb__flow_apply(tb__flow *flow) {
     }
     c->end = end_commit_copy;
     tb__flow_start_copy_op(c);
+}
+
+void tb__flow_give_up_apply(tb__flow *flow) {
+    char why[TB__WHY_MAX];
+    mark_partly_applied(flow);
+    tb__flow_give_up_copies(flow, why);
+    tb__flow_tell_owner(flow, TB__SHADOW_APPLIED, TB_TIMEOUT, why);
 }

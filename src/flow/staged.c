@@ -169,7 +169,7 @@ void tb__staged_open_recv(tb__flow *flow) {
 /* Reads the bucket in the sender's buffer. */
 static void begin_read(staged_bucket *p, const announcement *a) {
     bucket_message *c = &p->messages[0];
-    p->remote = a->remote;
+    p->memory = a->memory;
     p->map = a->map;
     c->member = a->member;
     c->tag = a->tag;

@@ -6,6 +6,7 @@
 
 #include "flow/flow.h"
 #include "ir/ir.h"
+#include "loop/peer_memory.h"
 #include "loop/region.h"
 
 typedef struct lane lane;
@@ -52,10 +53,10 @@ struct staged_bucket {
     size_t nbytes;
     tb_piece *pieces; /* its bytes in the tensors; NULL: it has a buffer */
     size_t npieces;
-    tb__region *region; /* of the buffer, for receivers that map it; NULL: none does */
-    tb_remote *remote;  /* of a received bucket: the sender's buffer, if it is read there; else NULL */
-    char *map;          /* mapping of `remote` */
-    char *output;       /* of a reduction: the bucket to be sent or stashed; NULL: the result goes into the tensors */
+    tb__region *region;      /* of the buffer, for receivers that map it; NULL: none does */
+    tb__peer_memory *memory; /* of a received bucket: the sender's buffer, if it is read there; else NULL */
+    char *map;               /* where it is mapped */
+    char *output; /* of a reduction: the bucket to be sent or stashed; NULL: the result goes into the tensors */
     pool output_pool;
     size_t output_nbytes;
     size_t left; /* messages that are not done */
@@ -72,8 +73,8 @@ typedef struct announcement {
     size_t bucket;
     uint64_t tag;
     size_t nbytes;
-    uint64_t sum;      /* if checksums are enabled */
-    tb_remote *remote; /* the sender's buffer, if it can be read there; NULL: ask for the bucket */
+    uint64_t sum;            /* if checksums are enabled */
+    tb__peer_memory *memory; /* the sender's buffer, if it can be read there; NULL: ask for the bucket */
     char *map;
 } announcement;
 
@@ -161,7 +162,7 @@ tb_status tb__staged_bucket_check(const staged_bucket *p); /* fails if one of it
 void tb__staged_bucket_announce(staged_bucket *p);
 /* Posts the receive of an announced bucket, then tells the sender to send it. */
 void tb__bucket_message_ask(bucket_message *c, const announcement *a);
-/* Removes an announcement from the list, without releasing its `remote`. */
+/* Removes an announcement from the list, without releasing its `memory`. */
 void tb__staged_forget(tb__flow *flow, size_t announcement);
 /* Ends reading a bucket in its sender's buffer, and tells the sender. TB_CANCELLED: the sender had withdrawn the
  * buffer. */

@@ -19,8 +19,8 @@ static int compare_lists(const int32_t *a, uint32_t na, const int32_t *b, uint32
 /* What chunks of one bucket share. A reduce-only chunk is keyed by the targets of the source, like the chunk that it
  * belongs to there, so that all members of a reduction have the same order. */
 static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
-    if (x->transport != y->transport)
-        return x->transport < y->transport ? -1 : 1;
+    if (x->mode != y->mode)
+        return x->mode < y->mode ? -1 : 1;
     if (x->is_coded != y->is_coded)
         return x->is_coded ? 1 : -1;
     if (x->source != y->source)

@@ -18,7 +18,7 @@ static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
 }
 
 static void add_key(tb__text *t, const tb_chunk *c) {
-    tb__text_add(t, "%s%s ", tb_transport_kind_name(c->transport), c->is_coded ? ", coded," : "");
+    tb__text_add(t, "%s%s ", tb_chunk_mode_name(c->mode), c->is_coded ? ", coded," : "");
     if (c->source == TB_NO_RANK)
         tb__text_add(t, "zeros");
     else
@@ -56,7 +56,7 @@ static void add_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *entry
         tb__text_add(t, " ");
         add_box(t, &c->src, c);
     }
-    if (c->transport != TB_NONE) {
+    if (c->mode != TB_NONE) {
         tb__text_add(t, " -> ");
         add_box(t, &c->dst, c);
     }
@@ -135,8 +135,8 @@ tb_status tb_ir_dump_json(const tb_ir *ir, char **out) {
         const tb_channel *channel = &ir->channels[i];
         const tb_bucket *bucket = &ir->buckets[channel->first_bucket];
         const tb_chunk *key = &ir->chunks[ir->entries[bucket->first_entry].chunk];
-        tb__text_add(&t, "%s\n{\"transport\":\"%s\",%s\"source\":%" PRId32 ",\"targets\":[", i ? "," : "",
-                     tb_transport_kind_name(key->transport), key->is_coded ? "\"coded\":true," : "", key->source);
+        tb__text_add(&t, "%s\n{\"mode\":\"%s\",%s\"source\":%" PRId32 ",\"targets\":[", i ? "," : "",
+                     tb_chunk_mode_name(key->mode), key->is_coded ? "\"coded\":true," : "", key->source);
         add_ranks(&t, key->targets, key->ntargets);
         tb__text_add(&t, "],\"contributors\":[");
         add_ranks(&t, key->contributors, key->ncontributors);

@@ -65,7 +65,7 @@ static tb_status fan_out_channel(tb__owned_ir *ir, tb_channel *channel, const tb
     fan f = {.key = &ir->chunks.item[ir->entries.item[ir->buckets.item[channel->first_bucket].first_entry].chunk],
              .hosts = plan->hosts};
     uint32_t n = f.key->ntargets;
-    if (f.key->transport != TB_BROADCAST || !tb__ir_uses_relays(f.key, plan))
+    if (f.key->mode != TB_BROADCAST || !tb__ir_uses_relays(f.key, plan))
         return TB_OK;
     f.via = tb__malloc(n, sizeof *f.via);
     f.targets = tb__malloc(n, sizeof *f.targets);

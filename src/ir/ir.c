@@ -14,10 +14,10 @@ enum { MOST_CHUNKS = 1 << 21 };
 enum { MIN_RELAYED_NBYTES = 64 << 10 }; /* smaller messages cost more than the pipelining gains */
 #define MOST_NBYTES ((int64_t)1 << 62)
 
-const char *tb_transport_kind_name(tb_transport_kind kind) {
+const char *tb_chunk_mode_name(tb_chunk_mode mode) {
     static const char *const names[] = {
         [TB_P2P] = "P2P", [TB_BROADCAST] = "BROADCAST", [TB_LOCAL] = "LOCAL", [TB_NONE] = "NONE"};
-    return (unsigned)kind <= TB_NONE ? names[kind] : NULL;
+    return (unsigned)mode <= TB_NONE ? names[mode] : NULL;
 }
 
 tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *out) {
@@ -75,11 +75,11 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
                          route->source == rank || tb__has_int32(route->contributors, route->ncontributors, rank),
                      .is_target = tb__has_int32(route->targets, route->ntargets, rank)};
     if (!role.is_target && route->source != rank)
-        role.transport = TB_NONE;
+        role.mode = TB_NONE;
     else if (route->source == TB_NO_RANK || route->targets[0] == route->source)
-        role.transport = TB_LOCAL;
+        role.mode = TB_LOCAL;
     else
-        role.transport = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
+        role.mode = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
     return role;
 }
 
@@ -199,7 +199,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
                         PIECE_BITS);
     tb__role role = tb__route_role(route, b->ir->view.rank);
     tb_chunk chunk = {
-        .transport = role.transport,
+        .mode = role.mode,
         .is_source = role.is_source,
         .is_target = role.is_target,
         .is_coded = spec->coded,

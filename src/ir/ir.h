@@ -64,7 +64,7 @@ void tb__ir_finish(tb__owned_ir *ir);
 
 /* A rank's role in a route. */
 typedef struct tb__role {
-    tb_transport_kind transport;
+    tb_chunk_mode mode;
     bool is_source, is_target;
 } tb__role;
 

@@ -56,18 +56,18 @@ static bool same_list(const int32_t *a, uint32_t na, const int32_t *b, uint32_t 
 }
 
 /* The other rank's channel for the same source, targets and contributors must have the same buckets. */
-static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *peer, tb_transport_kind transport) {
+static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *peer, tb_chunk_mode mode) {
     const tb_chunk *key = key_of(ir, channel);
     for (size_t i = 0; i < peer->nchannels; i++) {
         const tb_channel *other = &peer->channels[i];
         const tb_chunk *k = key_of(peer, other);
-        if (k->transport != transport || k->source != key->source ||
+        if (k->mode != mode || k->source != key->source ||
             !same_list(k->targets, k->ntargets, key->targets, key->ntargets) ||
             !same_list(k->contributors, k->ncontributors, key->contributors, key->ncontributors) ||
             k->is_coded != key->is_coded || (key->ncontributors && (k->op != key->op || k->divisor != key->divisor)))
             continue;
         assert_int_equal(channel->nbuckets, other->nbuckets);
-        if (transport == TB_BROADCAST) {
+        if (mode == TB_BROADCAST) {
             assert_int_equal(!channel->via, !other->via);
             assert_true(!channel->via || same_list(channel->via, key->ntargets, other->via, key->ntargets));
         }
@@ -102,7 +102,7 @@ static void check_roles(const tb_ir *ir, const tb_chunk *c) {
     for (uint32_t i = 0; i < c->ncontributors; i++)
         contributes |= c->contributors[i] == ir->rank;
     assert_int_equal(c->is_source, c->source == ir->rank || contributes);
-    switch (c->transport) {
+    switch (c->mode) {
     case TB_LOCAL:
         assert_true(c->is_target && targets_me && c->ntargets == 1);
         assert_true(c->source == ir->rank || c->source == TB_NO_RANK);
@@ -114,7 +114,7 @@ static void check_roles(const tb_ir *ir, const tb_chunk *c) {
     case TB_BROADCAST:
         assert_false(in_targets);
         assert_int_equal(c->is_target, targets_me);
-        assert_int_equal(c->transport == TB_P2P, c->ntargets == 1);
+        assert_int_equal(c->mode == TB_P2P, c->ntargets == 1);
         break;
     }
 }
@@ -311,11 +311,11 @@ static void both_ends_build_the_same_buckets(void **state) {
             for (size_t c = 0; c < ir[rank]->nchannels; c++) {
                 const tb_channel *channel = &ir[rank]->channels[c];
                 const tb_chunk *key = key_of(ir[rank], channel);
-                if (key->source == rank && key->transport == TB_BROADCAST && plan.hosts)
+                if (key->source == rank && key->mode == TB_BROADCAST && plan.hosts)
                     check_ways(key, channel, hosts);
-                if (key->source == rank && key->transport != TB_LOCAL) {
+                if (key->source == rank && key->mode != TB_LOCAL) {
                     for (uint32_t t = 0; t < key->ntargets; t++)
-                        check_peer(ir[rank], channel, ir[key->targets[t]], key->transport);
+                        check_peer(ir[rank], channel, ir[key->targets[t]], key->mode);
                 }
                 for (uint32_t p = 0; p < key->ncontributors && key->source == rank; p++) {
                     if (key->contributors[p] != rank)

@@ -1,4 +1,4 @@
-/* The IR: roles are told apart from transports, buckets have their bounds, wrong batches and dumps are found. */
+/* The IR: roles are told apart from modes, buckets have their bounds, wrong batches and dumps are found. */
 #include "ir/ir_test.h"
 
 #include <stdio.h>
@@ -33,7 +33,7 @@ static void a_self_copy_keeps_its_write(void **state) {
     assert_int_equal(ir->nbuckets, 1); /* both tensors in one bucket */
     assert_string_equal(ir->names[0], "a");
     for (size_t i = 0; i < ir->nchunks; i++) {
-        assert_int_equal(ir->chunks[i].transport, TB_LOCAL);
+        assert_int_equal(ir->chunks[i].mode, TB_LOCAL);
         assert_true(ir->chunks[i].is_source && ir->chunks[i].is_target);
     }
     tb_ir_destroy(ir);
@@ -47,10 +47,10 @@ static void a_local_chunk_is_never_bundled_with_a_broadcast(void **state) {
     for (size_t i = 0; i < ir->nchannels; i++) {
         const tb_chunk *key = key_of(ir, &ir->channels[i]);
         assert_int_equal(ir->buckets[ir->channels[i].first_bucket].nentries, 2);
-        if (key->transport == TB_LOCAL) {
+        if (key->mode == TB_LOCAL) {
             assert_int_equal(key->ntargets, 1);
         } else {
-            assert_int_equal(key->transport, TB_BROADCAST);
+            assert_int_equal(key->mode, TB_BROADCAST);
             assert_int_equal(key->ntargets, 2);
             assert_true(key->targets[0] != 0 && key->targets[1] != 0);
         }
@@ -115,7 +115,7 @@ static void contributions_fit_into_staging_memory(void **state) {
                            .staging_bytes = cases[i].staging_bytes,
                            .direct = cases[i].direct};
         assert_int_equal(tb_ir_create(0, spec, 2, NULL, &opts, &ir), TB_OK);
-        assert_int_equal(key_of(ir, &ir->channels[0])->transport, TB_P2P);
+        assert_int_equal(key_of(ir, &ir->channels[0])->mode, TB_P2P);
         assert_int_equal(ir->channels[0].nbuckets, cases[i].nbuckets);
         assert_int_equal(ir->buckets[0].total_bytes, cases[i].total_bytes);
         tb_ir_destroy(ir);
@@ -230,7 +230,7 @@ static void partial_sources_and_targets(void **state) {
     (void)state;
     tb_shape shape = {1, {8}};
     tb_ir *ir = make(2, "mesh=2 place=R", "mesh=2 place=P ranks=2,3", shape, TB_F32, 1 << 20);
-    assert_int_equal(ir->chunks[0].transport, TB_P2P);
+    assert_int_equal(ir->chunks[0].mode, TB_P2P);
     tb_ir_destroy(ir);
     ir = make(3, "mesh=2 place=R", "mesh=2 place=P ranks=2,3", shape, TB_F32, 1 << 20);
     assert_int_equal(ir->nchunks, 2); /* zeros: target only, no source */
@@ -240,8 +240,8 @@ static void partial_sources_and_targets(void **state) {
     ir = make(0, "mesh=2 place=P", "mesh=1 place=R ranks=4", shape, TB_F32, 1 << 20);
     bool ships = false, helps = false; /* the role of shipper is spread: rank 0 ships half, and helps with the rest */
     for (size_t i = 0; i < ir->nchunks; i++) {
-        ships |= ir->chunks[i].transport == TB_P2P && ir->chunks[i].source == 0;
-        helps |= ir->chunks[i].transport == TB_NONE && ir->chunks[i].source == 1;
+        ships |= ir->chunks[i].mode == TB_P2P && ir->chunks[i].source == 0;
+        helps |= ir->chunks[i].mode == TB_NONE && ir->chunks[i].source == 1;
         assert_int_equal(ir->chunks[i].ncontributors, 2);
         assert_int_equal(ir->chunks[i].op, TB_SUM);
         assert_int_equal(ir->chunks[i].divisor, 1);
@@ -318,7 +318,7 @@ static void huge_dumps(void **state) {
         tb_ir *ir;
         int n =
             snprintf(text, sizeof text,
-                     "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"transport\":\"P2P\","
+                     "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"mode\":\"P2P\","
                      "\"source\":0,\"targets\":[2],\"contributors\":[],\"max_in_flight\":2,\"buckets\":[{"
                      "\"group\":0,\"total_bytes\":1,\"chunks\":[{\"tensor\":0,\"id\":\"0000200000000000\",\"part\":0,"
                      "\"is_source\":false,\"is_target\":true,\"op\":\"sum\",\"divisor\":1,"
@@ -340,7 +340,7 @@ static void wrong_dumps(void **state) {
         {"\"rank\":0", "\"rank\":x", "line 1"},
         {"\"rank\":0", "\"bank\":0", "'rank' is missing"},
         {"\"a\",\"b\"", "\"b\",\"a\"", "in order"},
-        {"\"P2P\"", "\"P3P\"", "'transport'"},
+        {"\"P2P\"", "\"P3P\"", "'mode'"},
         {"\"targets\":[1]", "\"targets\":[0]", "sends to itself"},
         {"\"offset\":448", "\"offset\":449", "multiple of 64"},
         {"\"offset\":448", "\"offset\":384", "multiple of 64"},

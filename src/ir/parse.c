@@ -170,14 +170,13 @@ static tb_status check_key(const tb_chunk *key) {
     bool to_itself = key->ntargets == 1 && (key->targets[0] == key->source || key->source == TB_NO_RANK);
     if (key->ntargets == 0)
         return tb__fail(TB_INVALID, "'targets' is empty");
-    if ((key->transport == TB_LOCAL && !to_itself) || (key->transport == TB_P2P && key->ntargets != 1) ||
-        (key->transport == TB_BROADCAST && key->ntargets < 2))
-        return tb__fail(TB_INVALID, "%s with %" PRIu32 " targets", tb_transport_kind_name(key->transport),
-                        key->ntargets);
+    if ((key->mode == TB_LOCAL && !to_itself) || (key->mode == TB_P2P && key->ntargets != 1) ||
+        (key->mode == TB_BROADCAST && key->ntargets < 2))
+        return tb__fail(TB_INVALID, "%s with %" PRIu32 " targets", tb_chunk_mode_name(key->mode), key->ntargets);
     for (uint32_t i = 0; i < key->ntargets; i++) {
-        if ((key->transport == TB_P2P || key->transport == TB_BROADCAST) && key->targets[i] == key->source)
+        if ((key->mode == TB_P2P || key->mode == TB_BROADCAST) && key->targets[i] == key->source)
             return tb__fail(TB_INVALID, "rank %" PRId32 " sends to itself by %s", key->source,
-                            tb_transport_kind_name(key->transport));
+                            tb_chunk_mode_name(key->mode));
     }
     return TB_OK;
 }
@@ -186,27 +185,27 @@ static tb_status check_key(const tb_chunk *key) {
 static tb_status read_via(tb__owned_ir *ir, const json_t *json, const tb_chunk *key, const int32_t **out) {
     uint32_t count;
     TB_TRY(read_ranks(ir, json, "via", &count, out));
-    bool makes_sense = key->transport == TB_BROADCAST && count == key->ntargets;
-    for (uint32_t i = 0; makes_sense && i < count; i++) {
+    bool is_complete = key->mode == TB_BROADCAST && count == key->ntargets;
+    for (uint32_t i = 0; is_complete && i < count; i++) {
         bool is_known = (*out)[i] == key->source;
         for (uint32_t j = 0; j < count; j++)
             is_known |= (*out)[i] == key->targets[j] && key->targets[j] < key->targets[i];
-        makes_sense = is_known;
+        is_complete = is_known;
     }
-    return makes_sense ? TB_OK
+    return is_complete ? TB_OK
                        : tb__fail(TB_INVALID, "'via' does not say for each target of a BROADCAST who sends to it");
 }
 
 static tb_status read_channel(tb__owned_ir *ir, const json_t *json) {
     const json_t *buckets;
-    const char *transport = json_string_value(json_object_get(json, "transport"));
+    const char *mode = json_string_value(json_object_get(json, "mode"));
     tb_channel channel = {.first_bucket = ir->buckets.count};
     tb_chunk key = {0};
     int64_t value;
-    while (key.transport <= TB_NONE && !(transport && strcmp(transport, tb_transport_kind_name(key.transport)) == 0))
-        key.transport++;
-    if (key.transport > TB_NONE)
-        return tb__fail(TB_INVALID, "'transport' is missing or not P2P, BROADCAST, LOCAL or NONE");
+    while (key.mode <= TB_NONE && !(mode && strcmp(mode, tb_chunk_mode_name(key.mode)) == 0))
+        key.mode++;
+    if (key.mode > TB_NONE)
+        return tb__fail(TB_INVALID, "'mode' is missing or not P2P, BROADCAST, LOCAL or NONE");
     if (json_object_get(json, "coded"))
         TB_TRY(read_bool(json, "coded", &key.is_coded));
     TB_TRY(read_int(json, "source", TB_NO_RANK, TB_MAX_RANKS - 1, &value));

@@ -2,11 +2,25 @@
 #include "loop/jobs.h"
 
 #include "base/mem.h"
+#include "loop/loop_inside.h"
 
 #include <stdio.h>
 
-/* The destination's device does a move; if the destination is in host memory, the first device that owns an operand. */
-static tb__device *choose_device(const tb__loop *loop, const tb__move *move) {
+/* The device that reads source k. */
+static tb__device *find_source_device(tb__loop *loop, const tb__move *move, uint32_t k, tb__device *host) {
+    const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
+    if (!mapping)
+        return tb__loop_find_device(loop, move->src[k], 1);
+    for (size_t i = 0; mapping != TB__IN_BUFFER && i < loop->ndevices; i++) {
+        if (loop->devices[i]->ops == mapping->ops)
+            return loop->devices[i];
+    }
+    return host;
+}
+
+/* The destination's device does a move; if the destination is in host memory, the first device that owns an operand, or
+ * has mapped it. */
+static tb__device *choose_device(tb__loop *loop, const tb__move *move) {
     tb__device *host = tb__loop_find_device(loop, NULL, 0), *device = host;
     const tb__quantised *q = move->quantised;
     bool has_dst = move->kind == TB__MOVE_COPY || move->kind == TB__MOVE_DEQUANTISE;
@@ -19,10 +33,8 @@ static tb__device *choose_device(const tb__loop *loop, const tb__move *move) {
         device = tb__loop_find_device(loop, q->scales, 1);
     if (device == host && q)
         device = tb__loop_find_device(loop, q->scale, 1);
-    for (uint32_t k = 0; device == host && k < move->nsrc; k++) {
-        if (!move->src_mapping || !move->src_mapping[k])
-            device = tb__loop_find_device(loop, move->src[k], 1);
-    }
+    for (uint32_t k = 0; device == host && k < move->nsrc; k++)
+        device = find_source_device(loop, move, k, host);
     return device;
 }
 
@@ -44,7 +56,7 @@ static tb_status prepare_device_job(tb__device *device, tb__device *const *devic
     return TB_OK;
 }
 
-tb_status tb__jobs_prepare(const tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out) {
+tb_status tb__jobs_prepare(tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out) {
     tb__device **devices = tb__malloc(nmoves, sizeof *devices);
     tb__move *some = tb__malloc(nmoves, sizeof *some);
     tb_status status = devices && some ? TB_OK : TB_NO_MEMORY;
@@ -98,6 +110,15 @@ void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__j
     run->item[0].submitted = (tb__submitted){
         .device = tb__loop_find_device(loop, bytes, nbytes), .bytes = bytes, .nbytes = nbytes, .done = on_job_done};
     tb__loop_submit(loop, &run->item[0].submitted);
+}
+
+bool tb__jobs_are_begun_on(const tb__jobs_run *run, const tb__device *device) {
+    for (size_t i = 0; i < TB__JOBS_MAX; i++) {
+        const tb__submitted *it = &run->item[i].submitted;
+        if (run->item[i].run && (!it->is_begun || it->device != device))
+            return false;
+    }
+    return true;
 }
 
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run) {

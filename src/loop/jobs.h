@@ -16,7 +16,7 @@ typedef struct tb__jobs {
 } tb__jobs;
 
 /* `moves` may be freed after the call; the memory and mappings that they name must stay until the jobs are released. */
-tb_status tb__jobs_prepare(const tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
+tb_status tb__jobs_prepare(tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
 void tb__jobs_release(tb__jobs *jobs); /* no run may be in progress */
 
 /* A run of all jobs, or a checksum. Set `done` and zero the rest before submitting. */
@@ -42,6 +42,9 @@ void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__j
 static inline uint64_t tb__jobs_sum(const tb__jobs_run *run) {
     return run->item[0].submitted.sum;
 }
+
+/* Whether all jobs that are not done have begun on this device. */
+bool tb__jobs_are_begun_on(const tb__jobs_run *run, const tb__device *device);
 
 /* `done` follows soon, with TB_CANCELLED or not. */
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run);

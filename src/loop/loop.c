@@ -4,6 +4,8 @@
 #include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "loop/share.h"
+#include "loop/stream.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -96,18 +98,21 @@ static tb_status begin_work(tb__submitted *it) {
 
 /* Gives devices what was submitted, and tells them what was cancelled. */
 static void begin_submitted(tb__loop *loop) {
+    bool has_begun = false;
     for (tb__submitted *it = loop->submitted; it; it = it->next) {
         if (it->is_begun && it->is_cancelled && !it->fence.is_done)
             it->device->ops->cancel(it->device, &it->fence);
         if (it->is_begun)
             continue;
-        it->is_begun = true;
+        it->is_begun = has_begun = true;
         tb_status status = begin_work(it);
         if (status == TB_OK)
             continue;
         it->fence = (tb__fence){.is_done = true, .status = status};
         snprintf(it->fence.why, sizeof it->fence.why, "%s", tb_error_detail());
     }
+    if (has_begun && loop->nbegun_waiters > 0)
+        pthread_cond_broadcast(&loop->changed);
 }
 
 /* The lock is released while devices work. `done` functions may submit more. A device may have something to do without
@@ -232,6 +237,13 @@ bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_
     return true;
 }
 
+bool tb__loop_wait_begun(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
+    loop->nbegun_waiters++;
+    bool result = tb__loop_wait(loop, is_true, arg, deadline_ms);
+    loop->nbegun_waiters--;
+    return result;
+}
+
 void tb__loop_progress(tb__loop *loop) {
     pthread_mutex_lock(&loop->lock);
     if (!loop->is_driven && !loop->has_thread) {
@@ -288,27 +300,45 @@ void tb__loop_remove_port(tb__loop *loop, tb__port *port) {
     }
 }
 
-tb__device *tb__loop_find_device(const tb__loop *loop, const void *address, size_t nbytes) {
-    tb__memory memory;
+tb__device *tb__loop_find_memory(tb__loop *loop, const void *address, size_t nbytes, tb__memory *out) {
     size_t i = 0;
-    while (i + 1 < loop->ndevices && !loop->devices[i]->ops->find(loop->devices[i], address, nbytes, &memory))
+    while (i + 1 < loop->ndevices && !loop->devices[i]->ops->find(loop->devices[i], address, nbytes, out))
         i++;
+    if (i + 1 < loop->ndevices)
+        atomic_store(&loop->is_device_used[i], true);
+    else
+        (void)loop->devices[i]->ops->find(loop->devices[i], address, nbytes, out);
     return loop->devices[i];
 }
 
-bool tb__loop_is_host_memory(const tb__loop *loop, const void *address) {
+tb__device *tb__loop_find_device(tb__loop *loop, const void *address, size_t nbytes) {
+    tb__memory unused;
+    return tb__loop_find_memory(loop, address, nbytes, &unused);
+}
+
+bool tb__loop_is_host_memory(tb__loop *loop, const void *address) {
     return tb__loop_find_device(loop, address, 1)->ops == &tb__host_device_ops;
 }
 
-void tb__loop_submit(tb__loop *loop, tb__submitted *submitted) {
-    submitted->fence = (tb__fence){0};
-    submitted->is_begun = submitted->is_cancelled = false;
+static void append_submitted(tb__loop *loop, tb__submitted *submitted) {
+    submitted->is_cancelled = false;
     submitted->next = NULL;
     tb__submitted **last = &loop->submitted;
     while (*last)
         last = &(*last)->next;
     *last = submitted;
     tb__loop_wake(loop);
+}
+
+void tb__loop_submit(tb__loop *loop, tb__submitted *submitted) {
+    submitted->fence = (tb__fence){0};
+    submitted->is_begun = false;
+    append_submitted(loop, submitted);
+}
+
+void tb__loop_follow(tb__loop *loop, tb__submitted *submitted) {
+    submitted->is_begun = true;
+    append_submitted(loop, submitted);
 }
 
 void tb__loop_cancel(tb__loop *loop, tb__submitted *submitted) {
@@ -425,6 +455,13 @@ tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
     return TB_OK;
 }
 
+static bool is_device_busy(const tb__loop *loop, const tb__device *device) {
+    const tb__submitted *unfinished = loop->submitted;
+    while (unfinished && unfinished->device != device)
+        unfinished = unfinished->next;
+    return unfinished != NULL;
+}
+
 void tb__loop_destroy(tb__loop *loop) {
     if (!loop)
         return;
@@ -436,14 +473,13 @@ void tb__loop_destroy(tb__loop *loop) {
         pthread_join(loop->thread, NULL);
     }
     loop->stopping = true; /* losses are not reported any more */
+    tb__stream_points_drain(loop);
     for (size_t i = 0; i < loop->ntransports; i++)
         tb__transport_close(&loop->transports[i]);
+    tb__shares_free(loop, is_device_busy);
     tb__peers_free(loop);
     for (size_t i = 0; i < loop->ndevices; i++) {
-        const tb__submitted *unfinished = loop->submitted;
-        while (unfinished && unfinished->device != loop->devices[i])
-            unfinished = unfinished->next;
-        if (!unfinished) /* else it is left as it is */
+        if (!is_device_busy(loop, loop->devices[i])) /* else it is left as it is */
             tb__device_close(loop->devices[i]);
     }
     if (loop->timer >= 0)

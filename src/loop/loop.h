@@ -93,6 +93,7 @@ typedef struct tb__loop_opts {
 } tb__loop_opts;
 
 enum {
+    TB__PORT_LOOP = 0,       /* the loop's own */
     TB__PORT_WORLD = 1,      /* the first port that is added */
     TB__CONTACT_PREFIX = 64, /* first bytes of a contact; equal for processes on one machine */
 };
@@ -146,11 +147,15 @@ const tb__peer *tb__loop_peers(const tb__loop *loop); /* a list, newest first */
  * hear of the loss in the driver's next step. Messages to one peer arrive in order. */
 tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message);
 
-/* The device that owns the memory. */
-tb__device *tb__loop_find_device(const tb__loop *loop, const void *address, size_t nbytes);
+/* The device that owns the memory. From the first time on that it is not the host, the process counts as a user of that
+ * device. Any thread, with or without the lock. */
+tb__device *tb__loop_find_device(tb__loop *loop, const void *address, size_t nbytes);
+tb__device *tb__loop_find_memory(tb__loop *loop, const void *address, size_t nbytes, tb__memory *out);
 /* Whether CPUs and transports can access the memory directly. */
-bool tb__loop_is_host_memory(const tb__loop *loop, const void *address);
+bool tb__loop_is_host_memory(tb__loop *loop, const void *address);
 void tb__loop_submit(tb__loop *loop, tb__submitted *submitted);
+/* The same for work that the device has begun. */
+void tb__loop_follow(tb__loop *loop, tb__submitted *submitted);
 /* `done` follows soon, with TB_CANCELLED or not. */
 void tb__loop_cancel(tb__loop *loop, tb__submitted *submitted);
 
@@ -165,6 +170,9 @@ void tb__loop_signal(tb__loop *loop);
 
 /* Waits until `is_true`; false at the deadline. Drives the loop if no other thread does. */
 bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
+
+/* The same for a condition that is about submitted work which devices have begun. */
+bool tb__loop_wait_begun(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
 
 /* Sets how long the driver polls before it sleeps. */
 void tb__loop_set_spin(tb__loop *loop, int microseconds);

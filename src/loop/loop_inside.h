@@ -1,4 +1,4 @@
-/* What loop.c and peer.c share. */
+/* struct tb__loop, for the files of this folder. */
 #ifndef TB_LOOP_LOOP_INSIDE_H
 #define TB_LOOP_LOOP_INSIDE_H
 
@@ -28,11 +28,13 @@ struct tb__loop {
     char host[TB__CONTACT_PREFIX];
     tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */
     size_t ntransports;
-    bool is_transport_requested;          /* opts name one of them, which is used for all peers */
-    char missing[256];                    /* transports that could not be opened, and why */
-    tb__device *devices[TB__MAX_DEVICES]; /* the host last */
+    bool is_transport_requested;                  /* opts name one of them, which is used for all peers */
+    char missing[256];                            /* transports that could not be opened, and why */
+    tb__device *devices[TB__MAX_DEVICES];         /* the host last */
+    _Atomic bool is_device_used[TB__MAX_DEVICES]; /* memory of it was found */
     size_t ndevices;
     tb__submitted *submitted; /* not done yet */
+    size_t nbegun_waiters;    /* threads to be woken when devices have begun some of it */
     tb__peer *peers;
     size_t nunreported; /* lost peers whose loss the ports have not heard of */
     tb__port *ports;
@@ -40,6 +42,10 @@ struct tb__loop {
     struct tb__region *regions[TB__REGION_BUCKETS];
     struct tb__quarantine *quarantine;
     bool is_all_in_quarantine; /* there was no memory to say which is */
+    struct tb__share *shares;
+    struct tb__import *imports;
+    struct tb__revocation_watch *revocation_watches;
+    uint64_t last_share;
     uint64_t task_changes;
     uint32_t last_port;
     uint64_t last_tag;

@@ -6,6 +6,7 @@
 #include "base/checksum.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "loop/share.h"
 
 #include <fcntl.h>
 #include <inttypes.h>
@@ -109,6 +110,7 @@ static void report_loss_to_ports(tb__peer *peer) {
         if (port->lost)
             port->lost(port, peer);
     }
+    tb__shares_on_lost(peer);
 }
 
 void tb__peers_report_losses(tb__loop *loop) {
@@ -132,9 +134,15 @@ static void disconnect_peer(tb__peer *peer, const char *why) {
 
 static void deliver_message(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
     tb__loop *loop = peer->loop;
+    tb__unpack message = {data, data + nbytes, false};
+    if (id == TB__PORT_LOOP) {
+        if (!tb__shares_on_message(peer, &message))
+            disconnect_peer(peer, tb_error_detail());
+        tb__loop_wake(loop);
+        return;
+    }
     for (tb__port *port = loop->ports; port; port = port->next) {
         if (port->id == id) {
-            tb__unpack message = {data, data + nbytes, false};
             port->message(port, peer, &message);
             tb__loop_wake(loop);
             return;

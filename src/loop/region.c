@@ -4,6 +4,7 @@
 #include "base/mem.h"
 #include "device/host/memory.h"
 #include "loop/loop_inside.h"
+#include "loop/share.h"
 
 #include <stdio.h>
 
@@ -13,14 +14,34 @@ struct tb__region {
     size_t nbytes;
     size_t refs;
     bool is_valid;
+    tb__device *device;
+    tb__memory memory; /* of a device: that it lies in */
+    tb__share *share;  /* of a device: NULL until it is exported to another process */
     tb_mem *mem[TB__MAX_TRANSPORTS];
     tb__region *next, **link;
 };
 
+static bool is_on_host(const tb__device *device) {
+    return device->ops == &tb__host_device_ops;
+}
+
+/* The device of the bytes; one that does not know them as one memory can't share them. */
+static tb__device *find_memory(tb__loop *loop, void *base, size_t nbytes, tb__memory *out) {
+    tb__device *device = tb__loop_find_memory(loop, base, nbytes, out);
+    if (!is_on_host(device))
+        return device;
+    device = tb__loop_find_memory(loop, base, 1, out);
+    out->is_shareable = false;
+    return device;
+}
+
 tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region **out) {
+    tb__memory memory;
+    tb__device *device = find_memory(loop, base, nbytes, &memory);
     tb__region **bucket = &loop->regions[tb__hash((uintptr_t)base, nbytes) % TB__REGION_BUCKETS];
     for (tb__region *region = *bucket; region; region = region->next) {
-        if (region->is_valid && region->base == base && region->nbytes == nbytes) {
+        if (region->is_valid && region->base == base && region->nbytes == nbytes && region->device == device &&
+            (is_on_host(device) || region->memory.epoch == memory.epoch)) {
             region->refs++;
             *out = region;
             return TB_OK;
@@ -29,8 +50,15 @@ tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region *
     tb__region *region = tb__calloc(1, sizeof *region);
     if (!region)
         return TB_NO_MEMORY;
-    *region = (tb__region){
-        .loop = loop, .base = base, .nbytes = nbytes, .refs = 1, .is_valid = true, .next = *bucket, .link = bucket};
+    *region = (tb__region){.loop = loop,
+                           .base = base,
+                           .nbytes = nbytes,
+                           .refs = 1,
+                           .is_valid = true,
+                           .device = device,
+                           .memory = memory,
+                           .next = *bucket,
+                           .link = bucket};
     if (*bucket)
         (*bucket)->link = &region->next;
     *bucket = region;
@@ -45,6 +73,8 @@ static void unregister_region(tb__region *region) {
             t->ops->mem_unregister(t->context, region->mem[i]);
         region->mem[i] = NULL;
     }
+    tb__share_put(region->share);
+    region->share = NULL;
 }
 
 void tb__region_put(tb__region *region) {
@@ -57,11 +87,10 @@ void tb__region_put(tb__region *region) {
     free(region);
 }
 
-tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out) {
+static tb_status export_by_transport(tb__region *region, tb__peer *peer, tb__pack *out) {
     const tb_transport *t = peer->transport;
     size_t i = (size_t)(t - region->loop->transports);
-    if (!region->is_valid)
-        return tb__fail(TB_INVALID, "its memory was invalidated");
+    tb_mem_key key = {0};
     if (!region->mem[i]) {
         tb_mem_desc desc = {.size = sizeof desc, .base = region->base, .nbytes = region->nbytes, .fd = -1};
         tb__arena_file file;
@@ -71,11 +100,36 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out)
         }
         TB_TRY(tb__transport_register(t, &desc, &region->mem[i]));
     }
-    return t->ops->mem_export(t->context, region->mem[i], peer->transport_rank, out);
+    TB_TRY(t->ops->mem_export(t->context, region->mem[i], peer->transport_rank, &key));
+    tb__pack_u32(out, TB__KEY_TRANSPORT);
+    tb__pack_raw(out, key.bytes, key.nbytes);
+    return TB_OK;
+}
+
+static tb_status export_share(tb__region *region, tb__peer *peer, tb__pack *out) {
+    uint64_t id;
+    const char *base;
+    if (!region->share)
+        TB_TRY(tb__share_get(region->loop, region->device, &region->memory, &region->share));
+    TB_TRY(tb__share_with(region->share, peer, &id, &base));
+    tb__pack_u32(out, TB__KEY_SHARE);
+    tb__pack_u64(out, id);
+    tb__pack_u64(out, (uint64_t)(region->base - base));
+    tb__pack_u64(out, region->nbytes);
+    return TB_OK;
+}
+
+tb_status tb__region_export(tb__region *region, tb__peer *peer, tb__pack *key) {
+    if (!region->is_valid)
+        return tb__fail(TB_INVALID, "its memory was invalidated");
+    bool is_here = peer->transport->ops == &tb__self_ops; /* then the address itself is used, whatever memory it is */
+    return is_here || is_on_host(region->device) ? export_by_transport(region, peer, key)
+                                                 : export_share(region, peer, key);
 }
 
 void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes) {
     const char *first = base, *last = first + nbytes;
+    tb__shares_revoke(loop, (uintptr_t)first, (uintptr_t)last);
     for (size_t i = 0; i < TB__REGION_BUCKETS; i++) {
         for (tb__region *region = loop->regions[i]; region; region = region->next) {
             if (region->is_valid && region->base < last && first < region->base + region->nbytes) {

@@ -1,5 +1,6 @@
-/* Local memory of tensors that peers may access. A region is registered with a transport when it is first exported
- * there. Once invalidated it stays invalid: accesses with its keys fail.
+/* Local memory of tensors that peers may access. A region of host memory is registered with a transport when it is
+ * first exported there; one of a device is shared (share.h). Once invalidated it stays invalid: accesses with its keys
+ * fail.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_LOOP_REGION_H
@@ -13,10 +14,13 @@ typedef struct tb__region tb__region;
 tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region **out);
 void tb__region_put(tb__region *region); /* NULL is allowed */
 
-/* A key by which the peer can access the region. */
-tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out);
+/* What a key begins with; then the transport's key, or id, offset and length of shared memory. */
+enum { TB__KEY_TRANSPORT = 1, TB__KEY_SHARE = 2 };
 
-/* Makes every region that shares a byte with these invalid. */
+/* Packs a key by which the peer can import the region (peer_memory.h). */
+tb_status tb__region_export(tb__region *region, tb__peer *peer, tb__pack *key);
+
+/* Makes every region that shares a byte with these invalid, and revokes device memory there. */
 void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes);
 
 /* Memory that a device may still use although the work was given up, because the device does not finish it. It counts

@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 
 #include "base/descriptors.h"
+#include "tools/gpu.h"
 
 #include <fcntl.h>
 #include <glob.h>
@@ -12,7 +13,7 @@
 enum { MIN_SIZE = 1 << 20 };
 #define MAX_SIZE ((int64_t)1 << 40)
 
-enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, CHECK, JSON };
+enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, GPU, CHECK, JSON };
 
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
@@ -21,8 +22,10 @@ static const tool_option options[] = {
               "what the sources hold together (1GiB, less on a slow machine; in small, a quarter of it)"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
     [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
-    [PEERS] = {"peers", NULL, "also measure row_col with MPI (MPI_Alltoallw) and with torch (Gloo)"},
+    [PEERS] = {"peers", NULL,
+               "also measure row_col with MPI (MPI_Alltoallw) and with torch (Gloo); with --gpu, by torch"},
     [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
+    [GPU] = {"gpu", NULL, "measure the lines of tensors in GPU memory instead"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
     [JSON] = {"json", NULL, "print one JSON object per line"},
     {NULL, NULL, NULL},
@@ -55,15 +58,28 @@ static bool is_of_hosts(const char *name, size_t length) {
            is_called(BENCH_MPI_ROW_COL, name, length) || is_called(BENCH_AUTO_ROW_COL, name, length);
 }
 
-static tb_status check_names(const char *list, bool with_hosts) {
+/* The lines of one run. */
+typedef enum set { UNKNOWN, PLAIN, OF_HOSTS, OF_GPUS } set;
+
+static set set_of(const char *name, size_t length) {
+    if (is_of_hosts(name, length))
+        return OF_HOSTS;
+    if (bench_gpu_is_line(name, length))
+        return OF_GPUS;
+    return is_known(name, length) ? PLAIN : UNKNOWN;
+}
+
+static tb_status check_names(const char *list, set wanted) {
+    static const char *const how[] = {
+        [PLAIN] = "without --hosts and --gpu", [OF_HOSTS] = "with --hosts", [OF_GPUS] = "with --gpu"};
     for (const char *at = list; at; at = strchr(at, ','), at = at ? at + 1 : NULL) {
         int length = (int)strcspn(at, ",");
-        bool is_hosts = is_of_hosts(at, (size_t)length), is_one = is_known(at, (size_t)length);
-        if (is_hosts ? !with_hosts : is_one && with_hosts)
-            return tb__fail(TB_INVALID, "--only: '%.*s' is measured with%s --hosts", length, at, is_hosts ? "" : "out");
-        if (!is_hosts && !is_one)
+        set theirs = set_of(at, (size_t)length);
+        if (theirs == UNKNOWN)
             return tb__fail(TB_INVALID, "--only: there is no line '%.*s'; `tensorbus bench --help` lists them",
                             length < 40 ? length : 40, at);
+        if (theirs != wanted)
+            return tb__fail(TB_INVALID, "--only: '%.*s' is measured %s", length, at, how[theirs]);
     }
     return TB_OK;
 }
@@ -79,9 +95,10 @@ static tb_status read_options(const char *const *value, bench *b) {
     b->is_json = value[JSON] != NULL;
     b->with_peers = value[PEERS] != NULL;
     b->with_hosts = value[HOSTS] != NULL;
-    if (b->with_hosts && b->with_peers)
-        return tb__fail(TB_INVALID, "--hosts does not go with --peers");
-    TB_TRY(check_names(b->only, b->with_hosts));
+    b->with_gpu = value[GPU] != NULL;
+    if (b->with_hosts && (b->with_peers || b->with_gpu))
+        return tb__fail(TB_INVALID, "--hosts does not go with --%s", b->with_peers ? "peers" : "gpu");
+    TB_TRY(check_names(b->only, b->with_hosts ? OF_HOSTS : b->with_gpu ? OF_GPUS : PLAIN));
     if (value[ROUNDS]) {
         const char *at = value[ROUNDS];
         int64_t rounds;
@@ -138,6 +155,16 @@ static void remove_leftovers(void) {
     globfree(&found);
 }
 
+static tb_status run_gpu(bench *b) {
+#ifdef TB_HAS_CUDA
+    return bench_gpu_run(b);
+#else
+    tool_gpus none;
+    (void)b;
+    return tool_gpus_look(&none);
+#endif
+}
+
 static int run(const tb__config *config, const char *const *value) {
     bench b = {.batch = tool_batch_opts(config, value[STAGED], value[CHECKSUM])};
     tb_status status = read_options(value, &b);
@@ -147,8 +174,8 @@ static int run(const tb__config *config, const char *const *value) {
     if (status != TB_OK)
         return tool_fail_status(status);
     remove_leftovers();
-    bench_table_init(&b.table);
-    status = bench_run(&b);
+    bench_table_init(&b.table, b.with_gpu);
+    status = b.with_gpu ? run_gpu(&b) : bench_run(&b);
     tool_buffers_fini(&b.buffers);
     int exit_status = TOOL_FAILED; /* what can't be printed was told of */
     if (status == TB_OK)
@@ -167,6 +194,7 @@ const tool_command tool_bench = {
     .name = "bench",
     .summary = "move tensors between processes and measure it against memcpy",
     .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
+             "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [--json]\n"
              "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
@@ -203,7 +231,38 @@ const tool_command tool_bench = {
         "memory.\n"
         "The ranks of bus_model move the same memory by themselves and through their agents, in turns, until the\n"
         "version is committed. command_rtt is the median of 2000 round trips, on one core; a process that does\n"
-        "nothing but answer as many bytes takes turns with the agent.\n"
+        "nothing but answer as many bytes takes turns with the agent.\n",
+    .more =
+        "with --gpu, tensors in GPU memory, 4 processes to 4 and 2 GiB unless the line says otherwise:\n"
+        "  gpu_row_col         f32 matrix, Shard(0) to Shard(1)                   cuMemcpyAsync           0.95\n"
+        "  gpu_model           a small Llama, Shard(0) over 4 to 2x2 DPxTP        cuMemcpyAsync           0.95\n"
+        "  gpu_replicate       f32 matrix, Shard(0) to Replicate                  cuMemcpyAsync           0.95\n"
+        "  gpu_small           4,096 tensors of 64 KiB, all to each target        cuMemcpyAsync           0.90\n"
+        "  gpu_tiny            65,536 tensors of 512 bytes, all to each target    cuMemcpyAsync           0.85\n"
+        "  gpu_tiny_1m         1 Mi tensors of 512 bytes, 1 process to 1          cuMemcpyAsync           0.85\n"
+        "  gpu_rows4           f32 matrix to columns; rows at multiples of 4 B    cuMemcpyAsync           0.80\n"
+        "  gpu_runs32          f32 matrix to columns; runs of 32 bytes            cuMemcpyAsync           0.60\n"
+        "  gpu_cast            f32 to bf16, Shard(0) to Shard(1)                  as many reads, writes   0.95\n"
+        "  gpu_mxfp8           bf16 to MXFP8                                      as many reads, writes   0.95\n"
+        "  gpu_fp8_block       bf16 to FP8 in blocks of 128 x 128                 as many reads, writes   0.95\n"
+        "  gpu_nvfp4           bf16 to NVFP4: 2 reads, 1 write                    as many reads, writes   0.70\n"
+        "  gpu_partial         bf16 Partial(sum) over 4 to Shard(0)               as many reads, writes   0.95\n"
+        "  gpu_transpose_f32   f32 matrix that its target keeps transposed        cuMemcpyAsync           0.85\n"
+        "  gpu_transpose_bf16  the same in bf16                                   cuMemcpyAsync           0.80\n"
+        "  gpu_to_host         f32 matrix to pinned memory                        cuMemcpyAsync           0.95\n"
+        "  host_to_gpu         f32 matrix from pinned memory                      cuMemcpyAsync           0.95\n"
+        "  gpu_launches        kernel launches for a target of gpu_small          one launch           at most 4.00\n"
+        "  gpu_latency         a version of 4 KiB, 1 process to 1: us             cuMemcpyAsync, a flag\n"
+        "  gpu_bus_model       gpu_model through agents                           without agents          0.95\n"
+        "\n"
+        "On a GPU the ratio is of time between CUDA events: targets receive one after the other, and the time that\n"
+        "the GPU is busy for them is next to that of cuMemcpyAsync, in the same processes, of as many bytes, from\n"
+        "another process's memory (CUDA IPC), or from or to pinned memory. Where sizes change it copies half of what\n"
+        "has to be read and written. Ratio at once (wall_ratio) is of time by the clock with all targets at work,\n"
+        "which take turns on the GPU. Each line verifies both ways, every element. gpu_latency is from the start of\n"
+        "the sender's write on the GPU to the arrival; most of it is the GPU changing from one process's context to\n"
+        "the other's, about 290 us on an H200: cuMemcpyAsync by a process that does nothing but wait has it, too.\n"
+        "gpu_bus_model is by the clock. Sizes are less where the GPU has less memory, and counts with them.\n"
         "\n"
         "Each line is printed as soon as it is measured. One that fails says why, and the others are measured all the\n"
         "same. All together take a few minutes: without --rounds, a line that is slow has fewer rounds, and without\n"

@@ -88,15 +88,16 @@ tb_status bench_hand_verify(const bench_hand *hand, int32_t rank);
 typedef struct bench_peer_result {
     const char *name, *work;
     double gb_per_s;
-    char *reason; /* why it did not run, to be freed; NULL if it did */
+    double against; /* what it has measured to compare with; 0: nothing */
+    char *reason;   /* why it did not run, to be freed; NULL if it did */
 } bench_peer_result;
 
-enum { BENCH_NPEERS = 2 };
+enum { BENCH_NPEERS = 2, BENCH_NGPU_PEERS = 2 }; /* those of GPUs come last */
 
 /* Peer i before it has run. */
 bench_peer_result bench_peer_of(int i);
 
-/* Has peer i move what row_col moves, and verify it. Fails only if it was interrupted or lacks what we need for it. */
+/* Has peer i move what our line moves, and verify it. Fails only if it was interrupted or lacks what we need for it. */
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out);
 
 /* Where a file is that the tool needs beside itself: as it is installed, or in the source tree. */
@@ -133,9 +134,10 @@ tb_status bench_disk_run(int64_t size, bool is_size_given, bench_rounds *rounds,
  * blocks in the end. The buffers hold other numbers afterwards. */
 tb_status bench_quant_run(const tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
-/* Moves a model of `size` bytes through agents, and without them, in every round. */
-tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
-                        bench_round *out);
+/* Moves a model of `size` bytes through agents, and without them, in every round. `memory` is where it is: see
+ * tool_job; `name` is the line's. */
+tb_status bench_bus_run(const char *name, int64_t size, const char *memory, const tb_batch_opts *opts,
+                        bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
 /* Times a command's round trip, and one of as many bytes over a bare socket: us, medians of some thousand. */
 tb_status bench_rtt_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out);
@@ -188,14 +190,58 @@ typedef struct bench_mpi_rates {
 /* *why, to be freed, is why it was not measured; NULL if it was. */
 tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why);
 
+/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c) ------------------------------------------------ */
+
+#define BENCH_GPU_ROW_COL  "gpu_row_col"
+#define BENCH_GPU_SMALL    "gpu_small"
+#define BENCH_GPU_LAUNCHES "gpu_launches"
+#define BENCH_GPU_LATENCY  "gpu_latency"
+#define BENCH_GPU_BUS      "gpu_bus_model"
+
+typedef struct bench_gpu_case {
+    const char *name, *work;
+    double at_least;
+    int nreads; /* how often a source's elements are read for those of a target; 0: only bytes delivered are counted */
+    const char *src, *dst; /* layouts; NULL: as a model has them */
+    const char *memory[TOOL_NSIDES];
+    tb_status (*build)(tool_tensors *tensors, int64_t size);
+} bench_gpu_case;
+
+extern const bench_gpu_case bench_gpu_cases[];
+extern const size_t bench_gpu_ncases;
+
+bool bench_gpu_is_line(const char *name, size_t length);
+const bench_gpu_case *bench_gpu_case_of(const char *name); /* which is one of them */
+
+/* Fills in all but the job's batch options. */
+tb_status bench_gpu_job_init(const bench_gpu_case *c, int64_t size, tool_job *job);
+/* How much a copy moves that reads and writes as many bytes as these parts of a target need; where only bytes delivered
+ * are counted, those. */
+int64_t bench_gpu_payload(const bench_gpu_case *c, const tool_parts *parts);
+
+/* What was measured of a case. */
+typedef struct bench_gpu_round {
+    bench_round gpu;   /* GB/s of the time that the GPU was busy for one target after the other */
+    double wall;       /* all targets at once, by the clock: ratio to as many copies at once */
+    int64_t nlaunches; /* of kernels, for the target that has most */
+} bench_gpu_round;
+
+/* Moves the tensors of the case, and copies as many bytes by cuMemcpyAsync, in every round. */
+tb_status bench_gpu_case_run(const bench_gpu_case *c, int64_t size, const tb_batch_opts *opts, bench_rounds *rounds,
+                             tool_guard *guard, bench_gpu_round *out);
+
+/* Moves 4 KiB from process to process, and copies them, some hundred times: us, medians. */
+tb_status bench_gpu_latency_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out);
+
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
-typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US, BENCH_GB } bench_unit;
+typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US, BENCH_GB, BENCH_LAUNCHES } bench_unit;
 
 typedef struct bench_result {
     const char *name, *work, *against;
     bench_unit unit;
     double ours, theirs, ratio; /* medians over the rounds */
+    double wall_ratio;          /* the same, of all ranks at once by the clock, where the ratio is not; 0: not told */
     double at_least, at_most;   /* the mark of the ratio; 0: none */
     int rounds;
     int64_t extra_bytes; /* memory that the library took beside the tensors; -1: not known */
@@ -209,9 +255,9 @@ bool bench_has_mark(const bench_result *result);
 bool bench_is_reached(const bench_result *result); /* true where there is none; false if not measured */
 
 /* A row of a table, whose widths are such that more rows of any line can follow; the first comes with the titles. */
-void bench_table_init(tool_table *table);
+void bench_table_init(tool_table *table, bool with_gpu);
 void bench_add_row(tb__text *out, tool_table *table, const bench_result *result);
-void bench_add_json(tb__text *out, const bench_result *result);
+void bench_add_json(tb__text *out, const bench_result *result, const char *gpu); /* "": none */
 
 /* ---- All of it (bench_lines.c) ------------------------------------------------------------------------------- */
 
@@ -221,7 +267,8 @@ typedef struct bench {
     int64_t budget_ns; /* 0: no limit */
     int64_t size;
     bool is_size_given;
-    bool with_peers, with_hosts, is_json;
+    bool with_peers, with_hosts, with_gpu, is_json;
+    char gpu[64];       /* with_gpu: its name; else "" */
     bool output_failed; /* what is printed can't be written */
     int nfailed;
     tool_table table;
@@ -234,5 +281,30 @@ typedef struct bench {
 
 /* Measures and prints the lines that are wanted; those that fail are counted. */
 tb_status bench_run(bench *bench);
+
+/* (bench_gpu_lines.c) The same with --gpu; only in builds with the CUDA device. */
+tb_status bench_gpu_run(bench *bench);
+
+/* For all lines: whether it is to be measured; the result, printed and kept, with its reason; TB_CANCELLED if nobody
+ * can read it. */
+bool bench_is_wanted(const bench *bench, const char *name);
+tb_status bench_publish(bench *bench, bench_result result);
+/* A line that fails is told of, and the others are measured. The reason of the result is not taken. */
+tb_status bench_publish_failure(bench *bench, tb_status status, bench_result result);
+/* On standard error, unless that is the terminal on which the line that failed is printed. */
+void bench_say_failure(const char *name, tb_status status);
+
+/* A line that is measured by a function of its own, in rounds. */
+typedef struct bench_other {
+    bench_rounds rounds;
+    const void *arg;
+    bench_round *round;
+    bench_result result;
+} bench_other;
+
+/* Measures it, if it is wanted. `run` fills in the rounds and all of the result but figures, which are their medians.
+ */
+tb_status bench_run_other(bench *bench, const char *name, const void *arg,
+                          tb_status (*run)(struct bench *bench, bench_other *line));
 
 #endif

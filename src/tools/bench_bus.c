@@ -8,6 +8,7 @@ enum { BY_AGENTS = TOOL_NSTEPS, OPEN_CLIENTS }; /* more steps */
 
 /* In each process a copy. */
 typedef struct trial {
+    const char *name;
     tool_job job;
     int64_t counted;
     tool_ranks *ranks;
@@ -56,33 +57,34 @@ static tb_status run_round(const trial *t, bench_round *out) {
 static tb_status run_rounds(trial *t, bench_rounds *rounds, bench_round *out) {
     enum { WARM_UP = 2 };
     bench_round unused;
-    tool_show_line(BENCH_BUS ": making the tensors");
+    tool_show_line("%s: making the tensors", t->name);
     TB_TRY(tool_ranks_step(t->ranks, TOOL_ALLOCATE, NULL));
     TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
-    tool_show_line(BENCH_BUS ": connecting the ranks");
+    tool_show_line("%s: connecting the ranks", t->name);
     TB_TRY(tool_ranks_step(t->ranks, TOOL_CONNECT, NULL));
     TB_TRY(tool_ranks_step(t->ranks, OPEN_CLIENTS, NULL));
-    tool_show_line(BENCH_BUS ": warming up");
+    tool_show_line("%s: warming up", t->name);
     for (int i = 0; i < WARM_UP; i++)
         TB_TRY(run_round(t, &unused));
     while (bench_rounds_next(rounds, tool_now_ns())) {
         bench_round *round = &out[rounds->done - 1];
-        tool_show_line(BENCH_BUS ": round %d of %d", rounds->done, rounds->most);
+        tool_show_line("%s: round %d of %d", t->name, rounds->done, rounds->most);
         TB_TRY(measure(t, TOOL_MOVE, &round->theirs));
         if (rounds->is_last)
             TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
         TB_TRY(measure(t, BY_AGENTS, &round->ours));
     }
-    tool_show_line(BENCH_BUS ": verifying");
+    tool_show_line("%s: verifying", t->name);
     TB_TRY(tool_ranks_step(t->ranks, TOOL_VERIFY, NULL));
     return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
 
-tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
-                        bench_round *out) {
-    trial t = {.ranks = NULL};
+tb_status bench_bus_run(const char *name, int64_t size, const char *memory, const tb_batch_opts *opts,
+                        bench_rounds *rounds, tool_guard *guard, bench_round *out) {
+    trial t = {.name = name};
     TB_TRY(bench_job_init(bench_case_of("model"), size, &t.job, &t.counted));
     t.job.batch = *opts;
+    t.job.memory[TOOL_SOURCE] = t.job.memory[TOOL_TARGET] = memory;
     tb_status status = tool_job_start(&t.job, &(tool_ranks_opts){.work = work, .arg = &t}, guard, &t.ranks);
     if (status == TB_OK)
         status = tool_fleet_create(&t.job, guard, &t.agents);

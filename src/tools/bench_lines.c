@@ -20,33 +20,30 @@ enum { BY_HAND = TOOL_NSTEPS }; /* one more step: the hand-written loops */
 
 /* ---- Results ------------------------------------------------------------------------------------------------- */
 
-/* Prints the result, and keeps it; takes its reason. TB_CANCELLED if nobody can read it. */
-static tb_status publish(bench *b, bench_result result) {
+tb_status bench_publish(bench *b, bench_result result) {
     tb__text out = {0};
     if (!tb__vec_push(&b->results, result)) {
         free(result.reason);
         return TB_NO_MEMORY;
     }
     if (b->is_json)
-        bench_add_json(&out, &result);
+        bench_add_json(&out, &result, b->gpu);
     else
         bench_add_row(&out, &b->table, &result);
     b->output_failed = tool_print(&out) != TOOL_OK;
     return b->output_failed ? TB_CANCELLED : TB_OK;
 }
 
-/* A line that fails is told of, and the others are measured. The reason of the result is not taken. */
-static tb_status publish_failure(bench *b, tb_status status, bench_result result) {
+tb_status bench_publish_failure(bench *b, tb_status status, bench_result result) {
     if (status == TB_OK || status == TB_CANCELLED)
         return status;
     result.reason = tb__strdup(tb_error_detail());
     result.is_failure = true;
     b->nfailed++;
-    return result.reason ? publish(b, result) : TB_NO_MEMORY;
+    return result.reason ? bench_publish(b, result) : TB_NO_MEMORY;
 }
 
-/* On standard error, unless that is the terminal on which the line that failed is printed. */
-static void say_failure(const char *name, tb_status status) {
+void bench_say_failure(const char *name, tb_status status) {
     if (status != TB_OK && status != TB_CANCELLED && !(isatty(STDOUT_FILENO) && isatty(STDERR_FILENO)))
         tool_say("%s%s%s", name, *name ? ": " : "", tb_error_detail());
 }
@@ -60,7 +57,7 @@ static bool is_in_list(const char *list, const char *name) {
     return false;
 }
 
-static bool is_wanted(const bench *b, const char *name) {
+bool bench_is_wanted(const bench *b, const char *name) {
     return !b->only || is_in_list(b->only, name);
 }
 
@@ -100,7 +97,7 @@ static tb_status measure_baseline(bench *b, const trial *t, bench_against agains
 static tb_status run_round(bench *b, const trial *t, int round, samples *lines) {
     double seconds;
     for (int l = 0; l < t->c->nlines; l++) {
-        if (is_wanted(b, t->c->line[l].name))
+        if (bench_is_wanted(b, t->c->line[l].name))
             TB_TRY(measure_baseline(b, t, t->c->line[l].against, &lines[l].theirs[round]));
     }
     TB_TRY(tool_ranks_step(t->ranks, TOOL_MOVE, &seconds));
@@ -141,7 +138,7 @@ static tb_status run_rounds(bench *b, trial *t, bench_rounds *rounds, samples *l
 static tb_status add_results(bench *b, const bench_case *c, samples *lines, int nrounds, int64_t extra_bytes) {
     for (int l = 0; l < c->nlines; l++) {
         const bench_line *line = &c->line[l];
-        if (!is_wanted(b, line->name))
+        if (!bench_is_wanted(b, line->name))
             continue;
         bench_result result = {
             .name = line->name,
@@ -154,7 +151,7 @@ static tb_status add_results(bench *b, const bench_case *c, samples *lines, int 
             .rounds = nrounds,
             .extra_bytes = extra_bytes,
         };
-        TB_TRY(publish(b, result));
+        TB_TRY(bench_publish(b, result));
     }
     return TB_OK;
 }
@@ -180,7 +177,7 @@ static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
 static tb_status run_trial(bench *b, trial *t, bench_rounds *rounds, samples *lines, int64_t *extra_bytes) {
     tool_ranks_opts opts = {.work = work, .arg = t};
     for (int l = 0; l < t->c->nlines; l++) {
-        if (t->c->line[l].against == BENCH_HAND && is_wanted(b, t->c->line[l].name))
+        if (t->c->line[l].against == BENCH_HAND && bench_is_wanted(b, t->c->line[l].name))
             TB_TRY(bench_hand_init(&t->hand, &t->job.tensors.item[0].shape));
     }
     TB_TRY(tool_job_start(&t->job, &opts, &b->guard, &t->ranks));
@@ -219,14 +216,14 @@ static tb_status run_case(bench *b, const bench_case *c) {
     bench_rounds rounds = bench_rounds_begin(b->rounds, b->budget_ns, tool_now_ns());
     tb_status status = lines ? measure_case(b, c, &rounds, lines, &extra_bytes) : TB_NO_MEMORY;
     tb_status measured = status;
-    say_failure(c->line[0].name, measured);
+    bench_say_failure(c->line[0].name, measured);
     if (measured == TB_OK)
         status = add_results(b, c, lines, rounds.done, extra_bytes);
     for (int l = 0; l < c->nlines && measured != TB_OK; l++) {
         const bench_line *line = &c->line[l];
-        if (is_wanted(b, line->name) && (l == 0 || status == TB_OK))
-            status = publish_failure(b, measured,
-                                     (bench_result){.name = line->name, .work = c->work, .at_least = line->at_least});
+        if (bench_is_wanted(b, line->name) && (l == 0 || status == TB_OK))
+            status = bench_publish_failure(
+                b, measured, (bench_result){.name = line->name, .work = c->work, .at_least = line->at_least});
     }
     free(lines);
     fit_size(b, c->line[0].name, &rounds);
@@ -264,20 +261,13 @@ static tb_status run_peer(bench *b, int i) {
         .reason = peer.reason,
     };
     if (status == TB_OK)
-        return publish(b, result);
+        return bench_publish(b, result);
     free(peer.reason);
-    say_failure(peer.name, status);
-    return publish_failure(b, status, result);
+    bench_say_failure(peer.name, status);
+    return bench_publish_failure(b, status, result);
 }
 
 /* ---- Lines of their own ------------------------------------------------------------------------------------ */
-
-/* A line that is measured by a function of its own, in rounds. */
-typedef struct other {
-    bench_rounds rounds;
-    bench_round *round;
-    bench_result result;
-} other;
 
 static void add_medians(bench_result *result, const bench_round *round, int n, samples *s) {
     if (n == 0)
@@ -293,14 +283,14 @@ static void add_medians(bench_result *result, const bench_round *round, int n, s
     result->rounds = n;
 }
 
-static tb_status run_refit(bench *b, other *o) {
+static tb_status run_refit(bench *b, bench_other *o) {
     o->result.work = "MoE model, pp2 tp2 ep2 to dp4 ep4, 4 to 4 ranks";
     o->result.against = against_names[BENCH_MEMCPY];
     o->result.at_least = 0.8;
     return bench_refit_run(&b->buffers, &b->batch, &o->rounds, &b->guard, o->round, &o->result.extra_bytes);
 }
 
-static tb_status run_disk(bench *b, other *o) {
+static tb_status run_disk(bench *b, bench_other *o) {
     enum { TIMES = 4 }; /* the size, so that it is 4 GiB unless another is asked for */
     o->result.work = "checkpoint on disk, tp4 to tp2";
     o->result.against = "cp";
@@ -310,21 +300,21 @@ static tb_status run_disk(bench *b, other *o) {
                           &o->result.reason);
 }
 
-static tb_status run_quant(bench *b, other *o) {
+static tb_status run_quant(bench *b, bench_other *o) {
     o->result.work = "bf16 to MXFP8 in memory, reads and writes";
     o->result.against = against_names[BENCH_MEMCPY_TRAFFIC];
     o->result.at_least = 0.6;
     return bench_quant_run(&b->buffers, &o->rounds, &b->guard, o->round);
 }
 
-static tb_status run_bus(bench *b, other *o) {
+static tb_status run_bus(bench *b, bench_other *o) {
     o->result.work = "the model through agents, 4 to 4 ranks";
     o->result.against = "without agents";
     o->result.at_least = 0.95;
-    return bench_bus_run(b->size, &b->batch, &o->rounds, &b->guard, o->round);
+    return bench_bus_run(BENCH_BUS, b->size, NULL, &b->batch, &o->rounds, &b->guard, o->round);
 }
 
-static tb_status run_rtt(bench *b, other *o) {
+static tb_status run_rtt(bench *b, bench_other *o) {
     o->result.work = "QueryStatus to an agent and back";
     o->result.against = "a bare Unix socket";
     o->result.unit = BENCH_US;
@@ -332,21 +322,22 @@ static tb_status run_rtt(bench *b, other *o) {
     return bench_rtt_run(&b->batch, &o->rounds, &b->guard, o->round);
 }
 
-static tb_status run_other(bench *b, const char *name, tb_status (*run)(bench *b, other *o)) {
-    if (!is_wanted(b, name))
+tb_status bench_run_other(bench *b, const char *name, const void *arg, tb_status (*run)(bench *b, bench_other *o)) {
+    if (!bench_is_wanted(b, name))
         return TB_OK;
-    other o = {.rounds = bench_rounds_begin(b->rounds, b->budget_ns, tool_now_ns()),
-               .result = {.name = name, .extra_bytes = -1}};
+    bench_other o = {.rounds = bench_rounds_begin(b->rounds, b->budget_ns, tool_now_ns()),
+                     .arg = arg,
+                     .result = {.name = name, .extra_bytes = -1}};
     samples *s = tb__calloc(1, sizeof *s);
     o.round = tb__calloc((size_t)b->rounds, sizeof *o.round);
     tb_status status = s && o.round ? run(b, &o) : TB_NO_MEMORY;
     if (status == TB_OK) {
         add_medians(&o.result, o.round, o.rounds.done, s);
-        status = publish(b, o.result);
+        status = bench_publish(b, o.result);
     } else {
         free(o.result.reason);
-        say_failure(name, status);
-        status = publish_failure(b, status, o.result);
+        bench_say_failure(name, status);
+        status = bench_publish_failure(b, status, o.result);
     }
     free(s);
     free(o.round);
@@ -358,7 +349,7 @@ static tb_status run_other(bench *b, const char *name, tb_status (*run)(bench *b
 
 enum { NET_SHARE = 4 }; /* of the size: networks are slower than memory */
 
-static tb_status run_net_row_col(bench *b, other *o) {
+static tb_status run_net_row_col(bench *b, bench_other *o) {
     o->result.work = "f32 matrix, Shard(0) to Shard(1), 2 to 2 ranks, host to host";
     o->result.against = "iperf3";
     o->result.at_least = 0.85;
@@ -366,7 +357,7 @@ static tb_status run_net_row_col(bench *b, other *o) {
                                  &o->result.reason);
 }
 
-static tb_status run_net_replicate(bench *b, other *o) {
+static tb_status run_net_replicate(bench *b, bench_other *o) {
     o->result.work = "f32 matrix, 1 host to 3: what leaves the one";
     o->result.against = "the matrix";
     o->result.unit = BENCH_GB;
@@ -376,10 +367,10 @@ static tb_status run_net_replicate(bench *b, other *o) {
 
 static tb_status add_mpi_line(bench *b, tb_status measured, bench_result result, double ours,
                               const bench_mpi_rates *rates, const char *why) {
-    if (!is_wanted(b, result.name))
+    if (!bench_is_wanted(b, result.name))
         return TB_OK;
     if (measured != TB_OK)
-        return publish_failure(b, measured, result);
+        return bench_publish_failure(b, measured, result);
     result.against = "MPI_Alltoallw";
     result.rounds = b->rounds;
     result.extra_bytes = -1;
@@ -388,18 +379,18 @@ static tb_status add_mpi_line(bench *b, tb_status measured, bench_result result,
     result.ratio = why ? 0 : ours / rates->alltoallw;
     if (why && !(result.reason = tb__strdup(why)))
         return TB_NO_MEMORY;
-    return publish(b, result);
+    return bench_publish(b, result);
 }
 
 /* One run of a program has both lines, and medians of its own. */
 static tb_status run_mpi(bench *b) {
-    if (!is_wanted(b, BENCH_MPI_ROW_COL) && !is_wanted(b, BENCH_AUTO_ROW_COL))
+    if (!bench_is_wanted(b, BENCH_MPI_ROW_COL) && !bench_is_wanted(b, BENCH_AUTO_ROW_COL))
         return TB_OK;
     bench_mpi_rates rates = {0};
     char *why = NULL;
     tool_show_line("%s, %s", BENCH_MPI_ROW_COL, BENCH_AUTO_ROW_COL);
     tb_status measured = bench_mpi_run(b->size / NET_SHARE, b->rounds, &b->guard, &rates, &why);
-    say_failure(BENCH_MPI_ROW_COL, measured);
+    bench_say_failure(BENCH_MPI_ROW_COL, measured);
     bench_result mpi = {.name = BENCH_MPI_ROW_COL,
                         .work = "f32 matrix, rows to columns, 4 ranks of MPI, transport mpi",
                         .at_least = 0.9};
@@ -415,19 +406,19 @@ static tb_status run_mpi(bench *b) {
 static tb_status run_net(bench *b) {
     static const struct {
         const char *name;
-        tb_status (*run)(bench *b, other *o);
+        tb_status (*run)(bench *b, bench_other *o);
     } lines[] = {{BENCH_NET_ROW_COL, run_net_row_col}, {BENCH_NET_REPLICATE, run_net_replicate}};
-    if (!is_wanted(b, BENCH_NET_ROW_COL) && !is_wanted(b, BENCH_NET_REPLICATE))
+    if (!bench_is_wanted(b, BENCH_NET_ROW_COL) && !bench_is_wanted(b, BENCH_NET_REPLICATE))
         return TB_OK;
     tool_show_line("making %d hosts", BENCH_NHOSTS);
     tb_status made = bench_bed_start(&b->bed, BENCH_NHOSTS, &b->guard);
-    say_failure("", made);
+    bench_say_failure("", made);
     tb_status status = TB_OK;
     for (size_t i = 0; i < sizeof lines / sizeof *lines && status == TB_OK; i++) {
         if (made == TB_OK)
-            status = run_other(b, lines[i].name, lines[i].run);
-        else if (is_wanted(b, lines[i].name))
-            status = publish_failure(b, made, (bench_result){.name = lines[i].name, .at_least = 1});
+            status = bench_run_other(b, lines[i].name, NULL, lines[i].run);
+        else if (bench_is_wanted(b, lines[i].name))
+            status = bench_publish_failure(b, made, (bench_result){.name = lines[i].name, .at_least = 1});
     }
     if (made == TB_OK)
         bench_bed_stop(&b->bed);
@@ -466,19 +457,19 @@ static tb_status run_all(bench *b) {
         const bench_case *c = &bench_cases[i];
         bool is_any_wanted = false;
         for (int l = 0; l < c->nlines; l++)
-            is_any_wanted = is_any_wanted || is_wanted(b, c->line[l].name);
+            is_any_wanted = is_any_wanted || bench_is_wanted(b, c->line[l].name);
         if (is_any_wanted)
             TB_TRY(run_case(b, c));
     }
-    TB_TRY(run_other(b, BENCH_REFIT, run_refit));
-    TB_TRY(run_other(b, BENCH_QUANT, run_quant));
-    TB_TRY(run_other(b, BENCH_BUS, run_bus));
-    TB_TRY(run_other(b, BENCH_RTT, run_rtt));
+    TB_TRY(bench_run_other(b, BENCH_REFIT, NULL, run_refit));
+    TB_TRY(bench_run_other(b, BENCH_QUANT, NULL, run_quant));
+    TB_TRY(bench_run_other(b, BENCH_BUS, NULL, run_bus));
+    TB_TRY(bench_run_other(b, BENCH_RTT, NULL, run_rtt));
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {
         tool_show_line("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
         TB_TRY(run_peer(b, i));
     }
-    return run_other(b, BENCH_DISK, run_disk); /* last: the kernel is busy with its files for a while */
+    return bench_run_other(b, BENCH_DISK, NULL, run_disk); /* last: the kernel is busy with its files for a while */
 }
 
 tb_status bench_run(bench *b) {

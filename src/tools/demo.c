@@ -4,10 +4,12 @@
 
 #include "base/descriptors.h"
 #include "layout/layout.h"
+#include "tools/gpu.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 
-enum { SIZE, RANKS, SRC, DST, STAGED, CHECKSUM, BUS, NOPTIONS };
+enum { SIZE, RANKS, SRC, DST, STAGED, CHECKSUM, BUS, GPU, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; 1GiB by default, 256MiB with --bus"},
@@ -17,6 +19,7 @@ static const tool_option options[NOPTIONS + 1] = {
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
     [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
     [BUS] = {"bus", NULL, "everything through agents, one of which is killed in the middle"},
+    [GPU] = {"gpu", NULL, "tensors in memory of the first GPU, which all processes share"},
 };
 
 static const char details[] =
@@ -35,9 +38,11 @@ static const char details[] =
     "agent is started again, its client connects again, and all make the pair and register their tensors again,\n"
     "under the same names; version 2 is sent once more. With --bus the time runs until the version is committed.\n"
     "\n"
+    "With --gpu all tensors are in GPU memory. Values are written and verified in host memory, and copied.\n"
+    "\n"
     "The time runs from when all ranks are ready until the last one has its data, or its memory back; the\n"
     "phases are in ms, each that of the rank that spent most on it. memcpy is measured when the transfers are\n"
-    "over, by a thread per core. `tensorbus config` lists the settings.\n";
+    "over, by a thread per core, unless tensors are on a GPU. `tensorbus config` lists the settings.\n";
 
 static const int64_t default_size = INT64_C(1) << 30, default_bus_size = INT64_C(256) << 20;
 
@@ -166,7 +171,15 @@ static tb_status run_plain(demo *d, const tool_ranks_opts *opts, tool_guard *gua
 static tb_status run_demo(demo *d, tool_guard *guard) {
     tool_ranks_opts opts = {.work = work, .tick = show_progress, .arg = d};
     tb_status status = d->bus ? demo_bus_run(d, &opts, guard) : run_plain(d, &opts, guard);
-    return status == TB_OK ? measure_memcpy(d) : status;
+    return status == TB_OK && !d->gpu[0] ? measure_memcpy(d) : status;
+}
+
+static tb_status use_gpu(demo *d) {
+    tool_gpus gpus;
+    TB_TRY(tool_gpus_look(&gpus));
+    snprintf(d->gpu, sizeof d->gpu, "%s", gpus.gpu[0].name);
+    d->job.memory[TOOL_SOURCE] = d->job.memory[TOOL_TARGET] = "cuda:0";
+    return TB_OK;
 }
 
 static int run(const tb__config *config, const char *const *value) {
@@ -182,12 +195,19 @@ static int run(const tb__config *config, const char *const *value) {
         tool_job_fini(&d.job);
         return tool_fail_status(status);
     }
-    status = run_demo(&d, &guard);
+    int exit_status;
+    status = value[GPU] ? use_gpu(&d) : TB_OK;
+    bool has_gpu = status == TB_OK;
+    if (status == TB_OK)
+        status = run_demo(&d, &guard);
     if (status == TB_OK)
         demo_add_report(&out, &d);
     demo_bus_fini(&bus, d.job.nranks);
     tool_job_fini(&d.job);
-    int exit_status = status == TB_OK ? tool_print(&out) : tool_fail_status(status);
+    if (status == TB_OK)
+        exit_status = tool_print(&out);
+    else
+        exit_status = has_gpu ? tool_fail_status(status) : tool_fail(TOOL_FAILED, "%s", tb_error_detail());
     tool_guard_fini(&guard);
     return exit_status;
 }

@@ -41,10 +41,11 @@ typedef struct demo {
     int nmoved;       /* versions */
     int step;         /* a tool_step, or one of demo_bus.c */
     demo_version version[DEMO_NVERSIONS];
-    int64_t nverified; /* bytes, of all versions */
-    double memcpy_gb_per_s;
-    int nthreads;  /* of memcpy */
-    demo_bus *bus; /* NULL: the ranks are on the bus themselves */
+    int64_t nverified;      /* bytes, of all versions */
+    char gpu[64];           /* the GPU that tensors are on; "": none */
+    double memcpy_gb_per_s; /* 0: not measured */
+    int nthreads;           /* of memcpy */
+    demo_bus *bus;          /* NULL: the ranks are on the bus themselves */
 } demo;
 
 /* Leads the ranks through a step. */

@@ -29,7 +29,8 @@ static void add_table(tb__text *out, const demo *d) {
     tool_table_column(&table, "delivered", true);
     tool_table_column(&table, "ms", true);
     tool_table_column(&table, "GB/s", true);
-    tool_table_column(&table, "of memcpy", true);
+    if (!d->gpu[0])
+        tool_table_column(&table, "of memcpy", true);
     for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
         tool_table_column(&table, tb_phase_name((tb_phase)phase), true);
     for (int i = 0; i < DEMO_NVERSIONS; i++) {
@@ -39,7 +40,8 @@ static void add_table(tb__text *out, const demo *d) {
         tool_table_cell(&table, "%s", tool_size(d->job.nbytes[TOOL_TARGET]).text);
         tool_table_cell(&table, "%.1f", version->seconds * 1e3);
         tool_table_cell(&table, "%.2f", gb_per_s);
-        tool_table_cell(&table, "%.0f%%", gb_per_s / d->memcpy_gb_per_s * 100);
+        if (!d->gpu[0])
+            tool_table_cell(&table, "%.0f%%", gb_per_s / d->memcpy_gb_per_s * 100);
         for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
             tool_table_cell(&table, "%.1f", version->phase[phase] * 1e3);
     }
@@ -47,10 +49,9 @@ static void add_table(tb__text *out, const demo *d) {
 }
 
 static void add_failed(tool_table *table) {
-    enum { EMPTY = 5 }; /* columns behind the result */
     tool_table_cell(table, "%d", DEMO_KILLED);
     tool_table_cell(table, "%s", "failed");
-    for (int i = 0; i < EMPTY; i++)
+    for (int i = 2; i < table->ncolumns; i++)
         tool_table_cell(table, "%s", "");
 }
 
@@ -62,7 +63,8 @@ static void add_bus_table(tb__text *out, const demo *d) {
     tool_table_column(&table, "delivered", true);
     tool_table_column(&table, "ms", true);
     tool_table_column(&table, "GB/s", true);
-    tool_table_column(&table, "of memcpy", true);
+    if (!d->gpu[0])
+        tool_table_column(&table, "of memcpy", true);
     tool_table_column(&table, "verified", false);
     for (int i = 0; i < DEMO_NVERSIONS; i++) {
         double gb_per_s = 1e-9 * (double)d->job.nbytes[TOOL_TARGET] / d->version[i].seconds;
@@ -73,7 +75,8 @@ static void add_bus_table(tb__text *out, const demo *d) {
         tool_table_cell(&table, "%s", tool_size(d->job.nbytes[TOOL_TARGET]).text);
         tool_table_cell(&table, "%.1f", d->version[i].seconds * 1e3);
         tool_table_cell(&table, "%.2f", gb_per_s);
-        tool_table_cell(&table, "%.0f%%", gb_per_s / d->memcpy_gb_per_s * 100);
+        if (!d->gpu[0])
+            tool_table_cell(&table, "%.0f%%", gb_per_s / d->memcpy_gb_per_s * 100);
         tool_table_cell(&table, "%s", "yes");
     }
     tool_table_finish(&table, out);
@@ -104,8 +107,11 @@ void demo_add_report(tb__text *out, const demo *d) {
     tb__text_add(out, "\n");
     if (d->bus)
         demo_bus_add_report(out, d);
-    tb__text_add(out, "memcpy    %.2f GB/s by %d thread%s\n", d->memcpy_gb_per_s, d->nthreads,
-                 d->nthreads == 1 ? "" : "s");
+    if (d->gpu[0])
+        tb__text_add(out, "memory    of cuda:0, %s\n", d->gpu);
+    else
+        tb__text_add(out, "memcpy    %.2f GB/s by %d thread%s\n", d->memcpy_gb_per_s, d->nthreads,
+                     d->nthreads == 1 ? "" : "s");
     tb__text_add(out, "%sverified  all %" PRId64 " elements on %" PRId32 " rank%s, in each of %d versions%s\n",
                  tool_bold(), d->nverified / DEMO_NVERSIONS / ELEMENT, n, n == 1 ? "" : "s", DEMO_NVERSIONS,
                  tool_plain());

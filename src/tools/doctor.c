@@ -121,6 +121,7 @@ static const struct {
     {"locked memory", doctor_memlock},
     {"cores", doctor_cores},
     {"AVX2", doctor_avx2},
+    {"CUDA", doctor_gpus},
     {"etcd", add_curl},
     {"HTTP", add_http},
 };
@@ -212,7 +213,8 @@ const tool_command tool_doctor = {
                "  failed   tensorbus does not work without it\n\n"
                "Transports are opened as a world opens them, so that what is told is what a world would say. Whether\n"
                "processes may read one another's memory is tried out, by two that are not parent and child to the\n"
-               "system. The exit status is 1 if something has failed: a store that was asked for has to answer.\n",
+               "system, and so is a copy to a GPU and back. The exit status is 1 if something has failed: a store\n"
+               "that was asked for has to answer.\n",
     .options = options,
     .run = run,
 };

@@ -41,6 +41,10 @@ void doctor_descriptors(doctor *d, const char *name);
 void doctor_cores(doctor *d, const char *name);
 void doctor_avx2(doctor *d, const char *name);
 
+/* ---- GPUs (doctor_gpu.c) ------------------------------------------------------------------------------------- */
+
+void doctor_gpus(doctor *d, const char *name);
+
 /* ---- Transports and the store (doctor_transport.c, doctor_store.c) -------------------------------------------------
  */
 

@@ -90,13 +90,13 @@ static tb_status add_ir(view *v, const tb_ir *ir, const int32_t *hosts) {
         const tb_bucket *bucket = &ir->buckets[channel->first_bucket];
         const tb_chunk *key = &ir->chunks[ir->entries[bucket->first_entry].chunk];
         int64_t nbytes = 0;
-        if (key->transport != TB_NONE && key->source != ir->rank)
+        if (key->mode != TB_NONE && key->source != ir->rank)
             continue;
         for (size_t j = 0; j < channel->nbuckets; j++) {
             for (size_t k = 0; k < bucket[j].nentries; k++)
                 nbytes += ir->entries[bucket[j].first_entry + k].nbytes;
         }
-        if (key->transport == TB_NONE) { /* a contribution goes to the rank that combines */
+        if (key->mode == TB_NONE) { /* a contribution goes to the rank that combines */
             if (hosts[ir->rank] != hosts[key->source] && !add_link(v, hosts[ir->rank], hosts[key->source], nbytes))
                 return TB_NO_MEMORY;
             continue;

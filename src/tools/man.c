@@ -111,6 +111,8 @@ void tool_add_man(tb__text *out, const tool_command *const *commands, const tool
     tb__text_add(out, ".\n");
     if (command->details)
         add_details(out, command->details);
+    if (command->more)
+        add_details(out, command->more);
     tb__text_add(out, ".SH OPTIONS\n");
     for (const tool_option *o = command->options; o->name; o++)
         add_option(out, o);

@@ -1,5 +1,6 @@
-/* What `tensorbus demo` and `tensorbus bench` are made of: tensors and their layouts on two sides, values that tell
- * where an element belongs, processes that the parent leads through steps, and memcpy to compare with. */
+/* What `tensorbus demo` and `tensorbus bench` are made of: tensors and their layouts on two sides, memory on the host
+ * and on GPUs, values that tell where an element belongs, processes that the parent leads through steps, and memcpy to
+ * compare with. */
 #ifndef TB_TOOLS_MOVE_H
 #define TB_TOOLS_MOVE_H
 
@@ -25,6 +26,7 @@ typedef enum tool_values {
     TOOL_BITS,   /* anything, of 16 or 32 bits */
     TOOL_FLOATS, /* f32 integers of 24 bits, which arrive as bf16 and so have to be rounded */
     TOOL_TERMS,  /* bf16 integers, other ones at each source, so small that the sums that arrive are exact */
+    TOOL_FINITE, /* bf16 numbers, none of which is infinite or NaN */
 } tool_values;
 
 typedef struct tool_tensor {
@@ -34,6 +36,9 @@ typedef struct tool_tensor {
     tb_dtype dtype[TOOL_NSIDES];
     tool_values values;
     uint32_t nterms; /* TERMS: of the sources, at most 8 */
+    /* How targets store it; in these two cases all values are as sent. */
+    bool is_transposed; /* a matrix with its columns one after the other */
+    const char *encode; /* a matrix of FINITE numbers, quantised: as in tb_tensor; NULL: numbers of its dtype */
 } tool_tensor;
 
 typedef TB_VEC(tool_tensor) tool_tensors;
@@ -72,11 +77,12 @@ typedef struct tool_rank_name {
 typedef struct tool_job {
     tool_side side[TOOL_NSIDES];
     tool_tensors tensors;
-    bool is_local;       /* the processes of both sides are the same */
-    bool is_foreign;     /* memory that is not tb_alloc's */
-    tb_batch_opts batch; /* see tool_batch_opts */
-    char folder[80];     /* where the ranks meet; "": none */
-    const char *store;   /* where they meet instead; NULL: in the folder */
+    bool is_local;                   /* the processes of both sides are the same */
+    bool is_foreign;                 /* memory that is not tb_alloc's */
+    const char *memory[TOOL_NSIDES]; /* where tensors are, as tb_alloc_on takes it; NULL: memory of tb_alloc */
+    tb_batch_opts batch;             /* see tool_batch_opts */
+    char folder[80];                 /* where the ranks meet; "": none */
+    const char *store;               /* where they meet instead; NULL: in the folder */
     /* Set by tool_job_weigh: */
     int nranks; /* processes; sources come first */
     tool_rank_name names[TOOL_NSIDES * TOOL_MAX_SIDE];
@@ -91,17 +97,40 @@ void tool_job_fini(tool_job *job);
 /* Whether every tensor can be moved from the one side to the other. */
 tb_status tool_job_check(const tool_job *job);
 
-/* ---- Parts (parts.c, values.c) ------------------------------------------------------------------------------- */
+/* ---- Memory of devices (mirror.c) ---------------------------------------------------------------------------- */
 
-/* One rank's part of one tensor; row-major without gaps. */
+/* Memory of tb_alloc_on, and where this process reads and writes what is in it: there, or, on a device, in a copy. */
+typedef struct tool_mirror {
+    void *memory;
+    char *host; /* the same as `memory` where the CPU can use that */
+    size_t nbytes;
+    struct tb__device *device; /* that copies from the one to the other; NULL: the CPU can use `memory` */
+    bool is_foreign;           /* malloc's */
+} tool_mirror;
+
+/* `device` as tb_alloc_on takes it; NULL: malloc. */
+tb_status tool_mirror_init(tool_mirror *mirror, const char *device, size_t nbytes);
+void tool_mirror_fini(tool_mirror *mirror); /* also of one that is zero */
+
+/* Copies all of it from the host's copy to the device, or back, and waits until that is done. */
+tb_status tool_mirror_put(const tool_mirror *mirror);
+tb_status tool_mirror_get(const tool_mirror *mirror);
+
+/* ---- Parts (parts.c, values.c, coded.c) --------------------------------------------------------------------- */
+
+/* One rank's part of one tensor; row-major without gaps, unless the tensor says otherwise. */
 typedef struct tool_part {
     const tool_tensor *tensor;
     uint32_t number; /* of the tensor */
     int which;       /* side */
     int32_t rank;    /* of its side */
     tb_local local;
-    int64_t nelements, nbytes;
-    void *data; /* NULL before it is allocated, and where there is nothing */
+    int64_t nelements;
+    int64_t nbytes;              /* with the scales, if it is quantised */
+    int64_t scales_at, scale_at; /* quantised: how far behind the data they begin; 0: it has none */
+    int64_t strides[2];          /* transposed */
+    void *data;                  /* NULL before it is allocated, and where there is nothing */
+    void *host;                  /* where this process reads and writes it */
 } tool_part;
 
 /* All parts of one rank, which lie in one stretch of memory. */
@@ -110,8 +139,8 @@ typedef struct tool_parts {
     tool_part *part;
     int64_t nbytes; /* without the gaps */
     int64_t nbytes_allocated;
-    void *memory;
-    bool is_foreign;
+    const char *device; /* as tb_alloc_on takes it; NULL: malloc */
+    tool_mirror mirror;
 } tool_parts;
 
 /* The job must outlive the parts. */
@@ -119,12 +148,16 @@ tb_status tool_parts_init(tool_parts *parts, const tool_job *job, int which, int
 tb_status tool_parts_allocate(tool_parts *parts);
 void tool_parts_fini(tool_parts *parts);
 
+/* The next version's values in all parts of a source; in those of a target, what is wrong everywhere. *done counts the
+ * bytes. */
+tb_status tool_parts_prepare(const tool_parts *parts, uint32_t version, _Atomic int64_t *done);
+
 /* Every element has a value of its own, made of version, tensor and global index; a rank finds its elements' indices
  * through tb_layout_local alone. An element that was never written is always noticed, because poison differs from what
  * is expected there; of BITS, one that belongs elsewhere in the same run of 65536 always, too, and any other with a
  * chance of 65535 in 65536. */
-void tool_part_fill(const tool_part *part, uint32_t version);
-void tool_part_poison(const tool_part *part, uint32_t version);
+tb_status tool_part_fill(const tool_part *part, uint32_t version);
+tb_status tool_part_poison(const tool_part *part, uint32_t version);
 
 typedef struct tool_wrong {
     int64_t count;              /* of wrong elements */
@@ -132,12 +165,18 @@ typedef struct tool_wrong {
     uint32_t expected, found;
 } tool_wrong;
 
-/* Whether all elements of a target are right; fills in *wrong if not. */
+/* Whether all elements of a target are right, which is not coded; fills in *wrong if not. */
 bool tool_part_check(const tool_part *part, uint32_t version, tool_wrong *wrong);
 
 /* TB_INTERNAL, with a sentence that names the tensor, the element, what was expected and what is there. *done counts
  * the bytes that were right. */
 tb_status tool_parts_check(const tool_parts *parts, uint32_t version, _Atomic int64_t *done);
+
+/* (coded.c) Whether the part has another form than numbers, row after row; what it takes in that form, and what it has
+ * to hold in the end: part->nbytes bytes. */
+bool tool_part_is_coded(const tool_part *part);
+tb_status tool_part_measure(tool_part *part);
+tb_status tool_part_expect(const tool_part *part, uint32_t version, void *out);
 
 /* ---- What must not be left behind (guard.c) ------------------------------------------------------------------ */
 
@@ -175,6 +214,8 @@ typedef struct tool_slot {
     _Atomic int64_t done; /* bytes; 0 when the step begins */
     int64_t ended_ns;     /* a rank may set it itself, before what follows the end; else when its work returns */
     double phase[TB_PHASE_COUNT];
+    double gpu_seconds; /* that a GPU was busy for the rank, where that is measured */
+    int64_t nlaunches;  /* of kernels */
 } tool_slot;
 
 typedef struct tool_ranks_opts {
@@ -234,7 +275,11 @@ typedef struct tool_mover {
     tool_end end[TOOL_NSIDES];
     tb_world *world;
     tb_batch *batch;
+    _Atomic int32_t *turn; /* the target whose turn it is to receive: they do so one by one. NULL: all at once */
 } tool_mover;
+
+/* Waits until *turn is `seat`. */
+tb_status tool_take_turn(_Atomic int32_t *turn, int32_t seat, int timeout_ms);
 
 void tool_mover_init(tool_mover *mover, const tool_job *job, int rank);
 tb_status tool_mover_do(tool_mover *mover, tool_step step, tool_slot *slot);

@@ -102,7 +102,7 @@ static void hold_kind(held *h, const tool_tensor *tensor, int which, const char 
     tb_layout_destroy(layout);
     h->data = calloc(1, (size_t)h->part.nbytes + sizeof *h->data);
     assert_non_null(h->data);
-    h->part.data = h->data;
+    h->part.host = h->data;
 }
 
 static void hold(held *h, const char *shape, const char *text, int32_t rank) {
@@ -206,11 +206,11 @@ static void systematic_errors_are_found(void **state) {
     for (int by = 1; by < N; by += STEP) {
         for (int i = 0; i < N; i++)
             moved[i] = h.data[(i + by) % N];
-        h.part.data = moved;
+        h.part.host = moved;
         assert_false(is_right(&h, 1, &wrong));
         assert_int_equal(wrong.count, N);
     }
-    h.part.data = h.data;
+    h.part.host = h.data;
     free(moved);
 
     /* Another version, another tensor: nearly all differ. */

@@ -4,6 +4,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 void tool_mover_init(tool_mover *mover, const tool_job *job, int rank) {
     int nsources = job->side[TOOL_SOURCE].nranks;
@@ -24,16 +25,11 @@ static tb_status allocate(tool_mover *mover) {
     return TB_OK;
 }
 
-static void prepare(tool_mover *mover, tool_slot *slot) {
+static tb_status prepare(tool_mover *mover, tool_slot *slot) {
     mover->version++;
-    for (int i = 0; i < mover->nends; i++) {
-        const tool_end *end = &mover->end[i];
-        for (size_t k = 0; k < end->parts.count; k++) {
-            const tool_part *part = &end->parts.part[k];
-            (end->which == TOOL_SOURCE ? tool_part_fill : tool_part_poison)(part, mover->version);
-            atomic_fetch_add(&slot->done, part->nbytes);
-        }
-    }
+    for (int i = 0; i < mover->nends; i++)
+        TB_TRY(tool_parts_prepare(&mover->end[i].parts, mover->version, &slot->done));
+    return TB_OK;
 }
 
 tb_batch_opts tool_batch_opts(const tb__config *config, bool staged, bool checksum) {
@@ -50,7 +46,13 @@ tb_tensor tool_part_tensor(const tool_part *part, const tool_side *side) {
                         .data = part->data,
                         .dtype = part->tensor->dtype[part->which],
                         .ndim = part->tensor->shape.ndim,
+                        .strides = tool_part_is_coded(part) && part->tensor->is_transposed ? part->strides : NULL,
                         .layout = side->text[part->tensor->cut]};
+    if (tool_part_is_coded(part) && part->tensor->encode && part->data) {
+        tensor.encode = part->tensor->encode;
+        tensor.scales = (char *)part->data + part->scales_at;
+        tensor.scale = part->scale_at ? (float *)(void *)((char *)part->data + part->scale_at) : NULL;
+    }
     memcpy(tensor.shape, part->tensor->shape.dim, sizeof tensor.shape);
     return tensor;
 }
@@ -92,18 +94,37 @@ static void note_progress(void *arg, const tb_transfer_state *state) {
     atomic_store(&slot->done, state->bytes_done);
 }
 
-/* What follows the arrival is for the next transfer: its time does not count. */
-static tb_status move(tool_mover *mover, tool_slot *slot) {
+tb_status tool_take_turn(_Atomic int32_t *turn, int32_t seat, int timeout_ms) {
+    struct timespec nap = {.tv_nsec = 20000};
+    int64_t deadline = tool_now_ns() + (int64_t)1000000 * timeout_ms;
+    while (atomic_load(turn) != seat) {
+        if (tool_now_ns() >= deadline)
+            return tb__fail(TB_TIMEOUT, "the turn has not come after %d ms", timeout_ms);
+        nanosleep(&nap, NULL);
+    }
+    return TB_OK;
+}
+
+static tb_status begin(tool_mover *mover, tool_end *end, tool_slot *slot) {
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = mover->job->timeout_ms};
     opts.progress = note_progress;
     opts.arg = slot;
-    for (int i = 0; i < mover->nends; i++) {
-        tool_end *end = &mover->end[i];
-        TB_TRY((end->which == TOOL_SOURCE ? tb_send : tb_recv)(mover->batch, &opts, &end->transfer));
-    }
+    if (end->which == TOOL_SOURCE)
+        return tb_send(mover->batch, &opts, &end->transfer);
+    if (mover->turn)
+        TB_TRY(tool_take_turn(mover->turn, end->seat, mover->job->timeout_ms));
+    return tb_recv(mover->batch, &opts, &end->transfer);
+}
+
+/* What follows the arrival is for the next transfer: its time does not count. */
+static tb_status move(tool_mover *mover, tool_slot *slot) {
+    for (int i = 0; i < mover->nends; i++)
+        TB_TRY(begin(mover, &mover->end[i], slot));
     for (int i = mover->nends - 1; i >= 0; i--) {
         tool_end *end = &mover->end[i];
         TB_TRY(tb_wait(end->transfer, end->which == TOOL_SOURCE ? TB_RELEASED : TB_ARRIVED, -1));
+        if (mover->turn && end->which == TOOL_TARGET)
+            atomic_store(mover->turn, end->seat + 1);
     }
     slot->ended_ns = tool_now_ns();
     for (int i = 0; i < mover->nends; i++) {
@@ -142,8 +163,7 @@ tb_status tool_mover_do(tool_mover *mover, tool_step step, tool_slot *slot) {
     case TOOL_ALLOCATE:
         return allocate(mover);
     case TOOL_PREPARE:
-        prepare(mover, slot);
-        return TB_OK;
+        return prepare(mover, slot);
     case TOOL_CONNECT:
         return connect_ends(mover);
     case TOOL_MOVE:

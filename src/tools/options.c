@@ -77,6 +77,8 @@ void tool_add_help(tb__text *out, const tool_command *command) {
     add_option(out, &help, width);
     if (command->details)
         tb__text_add(out, "\n%s", command->details);
+    if (command->more)
+        tb__text_add(out, "\n%s", command->more);
 }
 
 int tool_expect_alone(const tool_option *options, const char *const *value, int alone) {

@@ -14,6 +14,8 @@ static tb_status add_part(tool_parts *parts, const tool_job *job, int which, int
     parts->count++;
     /* A list may name an index twice, so that a part is larger than its tensor. */
     TB_TRY(tb_shape_size(&part->local.shape, tensor->dtype[which], &part->nelements, &part->nbytes));
+    if (tool_part_is_coded(part))
+        TB_TRY(tool_part_measure(part));
     if (parts->nbytes_allocated > INT64_MAX / 4 - part->nbytes)
         return tb__fail(TB_TOO_BIG, "a rank would hold more than 2^61 bytes");
     parts->nbytes += part->nbytes;
@@ -22,7 +24,7 @@ static tb_status add_part(tool_parts *parts, const tool_job *job, int which, int
 }
 
 tb_status tool_parts_init(tool_parts *parts, const tool_job *job, int which, int32_t rank) {
-    *parts = (tool_parts){.is_foreign = job->is_foreign};
+    *parts = (tool_parts){.device = job->memory[which] ? job->memory[which] : job->is_foreign ? NULL : "host"};
     parts->part = tb__calloc(job->tensors.count, sizeof *parts->part);
     if (!parts->part)
         return TB_NO_MEMORY;
@@ -39,14 +41,14 @@ tb_status tool_parts_init(tool_parts *parts, const tool_job *job, int which, int
 tb_status tool_parts_allocate(tool_parts *parts) {
     if (parts->nbytes == 0)
         return TB_OK;
-    if (!parts->is_foreign)
-        TB_TRY(tb_alloc((size_t)parts->nbytes_allocated, &parts->memory));
-    else if (!(parts->memory = tb__malloc((size_t)parts->nbytes_allocated, 1)))
-        return TB_NO_MEMORY;
-    char *at = parts->memory;
+    TB_TRY(tool_mirror_init(&parts->mirror, parts->device, (size_t)parts->nbytes_allocated));
+    int64_t at = 0;
     for (size_t i = 0; i < parts->count; i++) {
         tool_part *part = &parts->part[i];
-        part->data = part->nbytes > 0 ? at : NULL;
+        if (part->nbytes > 0) {
+            part->data = (char *)parts->mirror.memory + at;
+            part->host = parts->mirror.host + at;
+        }
         at += tb__align(part->nbytes, ALIGNMENT);
     }
     return TB_OK;
@@ -56,9 +58,15 @@ void tool_parts_fini(tool_parts *parts) {
     for (size_t i = 0; i < parts->count; i++)
         tb_local_fini(&parts->part[i].local);
     free(parts->part);
-    if (parts->is_foreign)
-        free(parts->memory);
-    else
-        tb_free(parts->memory);
+    tool_mirror_fini(&parts->mirror);
     *parts = (tool_parts){0};
+}
+
+tb_status tool_parts_prepare(const tool_parts *parts, uint32_t version, _Atomic int64_t *done) {
+    for (size_t i = 0; i < parts->count; i++) {
+        const tool_part *part = &parts->part[i];
+        TB_TRY((part->which == TOOL_SOURCE ? tool_part_fill : tool_part_poison)(part, version));
+        atomic_fetch_add(done, part->nbytes);
+    }
+    return tool_mirror_put(&parts->mirror);
 }

@@ -7,8 +7,8 @@ enum { MOST_ROWS = 32 }; /* of a table, unless all are asked for */
 
 /* How a transfer crosses ranks, as chunks will say. */
 static const char *kind_name(const tool_transfer *t) {
-    tb_transport_kind kind = tool_is_local(t) ? TB_LOCAL : t->ntargets > 1 ? TB_BROADCAST : TB_P2P;
-    return tb_transport_kind_name(kind);
+    tb_chunk_mode kind = tool_is_local(t) ? TB_LOCAL : t->ntargets > 1 ? TB_BROADCAST : TB_P2P;
+    return tb_chunk_mode_name(kind);
 }
 
 static int64_t bytes_in_all(const tool_transfer *t) {

@@ -9,7 +9,7 @@
 static const char *verb(const tb_route *route, tb__role r) {
     if (route->source == TB_NO_RANK)
         return "fills with zeros";
-    switch (r.transport) {
+    switch (r.mode) {
     case TB_LOCAL:
         return "copies";
     case TB_NONE:
@@ -30,7 +30,7 @@ static void add_row(tool_table *table, const tool_plan_view *view, const tb_rout
     int64_t nbytes = tb__dtype_bytes(view->dtype, route->nelements);
     tb__text cell = {0};
     tool_table_cell(table, "%s", verb(route, r));
-    if (r.transport == TB_LOCAL) {
+    if (r.mode == TB_LOCAL) {
         tb__text_add(&cell, "itself");
     } else if (route->source == rank) {
         tb__text_add(&cell, "to ");
@@ -39,7 +39,7 @@ static void add_row(tool_table *table, const tool_plan_view *view, const tb_rout
         tb__text_add(&cell, r.is_target ? "from %" PRId32 : "at %" PRId32, route->source);
     }
     tool_table_take(table, &cell);
-    tool_table_cell(table, "%s", tb_transport_kind_name(r.transport));
+    tool_table_cell(table, "%s", tb_chunk_mode_name(r.mode));
     if (route->source != TB_NO_RANK)
         tool_add_box(&cell, view->shape.ndim, route->src.start, route->len);
     else
@@ -112,8 +112,7 @@ static void add_box_json(tb__text *out, const char *key, int ndim, const int64_t
 static void add_route_json(tb__text *out, const tool_plan_view *view, const tb_route *route, int32_t rank) {
     tb__role r = tb__route_role(route, rank);
     int ndim = view->shape.ndim;
-    tb__text_add(out,
-                 "{\"kind\":\"%s\",\"is_source\":%s,\"is_target\":%s,\"source\":", tb_transport_kind_name(r.transport),
+    tb__text_add(out, "{\"kind\":\"%s\",\"is_source\":%s,\"is_target\":%s,\"source\":", tb_chunk_mode_name(r.mode),
                  r.is_source ? "true" : "false", r.is_target ? "true" : "false");
     if (route->source == TB_NO_RANK)
         tb__text_add(out, "null");

@@ -150,7 +150,8 @@ tb_status tool_job_weigh(tool_job *job) {
     if (available > 0 && total > available)
         return tb__fail(TB_TOO_BIG, "the ranks would hold %s together, but only %s of memory are free",
                         tool_size(total).text, tool_size(available).text);
-    int64_t patience_ms = 30000 + total / 100000; /* 100 MB/s is slower than any machine that has room for it */
+    /* 100 MB/s, or 10,000 tensors a second, is slower than any machine that has room for it. */
+    int64_t patience_ms = 30000 + total / 100000 + (int64_t)job->tensors.count / 10;
     job->timeout_ms = (int)(patience_ms < 3600000 ? patience_ms : 3600000);
     return TB_OK;
 }

@@ -30,6 +30,7 @@ typedef struct tool_command {
     const char *usage;          /* one line per form, without the program's name */
     const char *operand;        /* what must stand there without an option, as the help calls it; NULL: nothing may */
     const char *details;        /* what the help says below the options; may be NULL */
+    const char *more;           /* and below that, where it is more than a string of C may have; may be NULL */
     const tool_option *options; /* up to one without a name */
     /* value[i] is the argument of options[i]; NULL if it was not given; "" for an option that takes none;
      * value[TOOL_OPERAND] is the operand. */

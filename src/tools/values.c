@@ -52,6 +52,12 @@ static inline uint16_t term_at(const stretch *s, size_t i, uint32_t rank) {
     return (uint16_t)((value_at(s, i) ^ 11 * rank) & 31);
 }
 
+/* Of either sign, from 2^-15 to 2. */
+static inline uint16_t finite_at(const stretch *s, size_t i) {
+    uint16_t x = value_at(s, i);
+    return (uint16_t)((x & 0x8000) + (112 << 7) + (x & 0x7ff));
+}
+
 /* To nearest, ties to even; for finite values. */
 static inline uint16_t round_to_bf16(float value) {
     uint32_t bits;
@@ -91,6 +97,10 @@ static void write_values(const tool_part *part, stretch s, void *to) {
             halves[i] = round_to_bf16(term_at(&s, i, rank));
         for (size_t i = 0; !is_source && i < s.length; i++)
             halves[i] = sum_at(&s, i, nterms);
+        break;
+    case TOOL_FINITE:
+        for (size_t i = 0; i < s.length; i++)
+            halves[i] = finite_at(&s, i);
         break;
     }
 }
@@ -141,7 +151,7 @@ static void walk_dim(walk *w, int dim, uint64_t row) {
 
 static void walk_part(const tool_part *part, uint32_t version, void (*visit)(walk *, const stretch *),
                       tool_wrong *wrong) {
-    walk w = {.part = part, .version = version, .next = part->data, .visit = visit, .wrong = wrong};
+    walk w = {.part = part, .version = version, .next = part->host, .visit = visit, .wrong = wrong};
     w.element = tb_dtype_bits(part->tensor->dtype[part->which]) / 8;
     if (part->nelements > 0)
         walk_dim(&w, 0, 0);
@@ -185,12 +195,48 @@ static void check(walk *w, const stretch *s) {
     }
 }
 
-void tool_part_fill(const tool_part *part, uint32_t version) {
-    walk_part(part, version, fill, NULL);
+/* Coded parts are compared byte by byte with what they are to be. */
+
+static tb_status poison_coded(const tool_part *part, uint32_t version) {
+    TB_TRY(tool_part_expect(part, version, part->host));
+    char *bytes = part->host;
+    for (int64_t i = 0; i < part->nbytes; i++)
+        bytes[i] = (char)~bytes[i];
+    return TB_OK;
 }
 
-void tool_part_poison(const tool_part *part, uint32_t version) {
+static tb_status check_coded(const tool_part *part, uint32_t version) {
+    const unsigned char *found = part->host;
+    unsigned char *right = tb__malloc((size_t)part->nbytes + 1, 1);
+    tb_status status = right ? tool_part_expect(part, version, right) : TB_NO_MEMORY;
+    int64_t count = 0, first = -1;
+    for (int64_t i = 0; status == TB_OK && i < part->nbytes; i++) {
+        bool is_wrong = found[i] != right[i];
+        count += is_wrong;
+        first = is_wrong && first < 0 ? i : first;
+    }
+    if (count > 0)
+        status = tb__fail(TB_INTERNAL,
+                          "version %" PRIu32 " of %s is wrong at byte %" PRId64
+                          " of this rank's: expected 0x%02x, found 0x%02x; %" PRId64 " of its %" PRId64
+                          " bytes here are wrong",
+                          version, part->tensor->name, first, right[first], found[first], count, part->nbytes);
+    free(right);
+    return status;
+}
+
+tb_status tool_part_fill(const tool_part *part, uint32_t version) {
+    if (tool_part_is_coded(part))
+        return tool_part_expect(part, version, part->host);
+    walk_part(part, version, fill, NULL);
+    return TB_OK;
+}
+
+tb_status tool_part_poison(const tool_part *part, uint32_t version) {
+    if (tool_part_is_coded(part))
+        return poison_coded(part, version);
     walk_part(part, version, poison, NULL);
+    return TB_OK;
 }
 
 bool tool_part_check(const tool_part *part, uint32_t version, tool_wrong *wrong) {
@@ -213,13 +259,18 @@ static tb_status fail_wrong(const tool_part *part, uint32_t version, const tool_
     return status;
 }
 
+static tb_status check_part(const tool_part *part, uint32_t version) {
+    tool_wrong wrong;
+    if (tool_part_is_coded(part))
+        return check_coded(part, version);
+    return tool_part_check(part, version, &wrong) ? TB_OK : fail_wrong(part, version, &wrong);
+}
+
 tb_status tool_parts_check(const tool_parts *parts, uint32_t version, _Atomic int64_t *done) {
+    TB_TRY(tool_mirror_get(&parts->mirror));
     for (size_t i = 0; i < parts->count; i++) {
-        const tool_part *part = &parts->part[i];
-        tool_wrong wrong;
-        if (!tool_part_check(part, version, &wrong))
-            return fail_wrong(part, version, &wrong);
-        atomic_fetch_add_explicit(done, part->nbytes, memory_order_relaxed);
+        TB_TRY(check_part(&parts->part[i], version));
+        atomic_fetch_add_explicit(done, parts->part[i].nbytes, memory_order_relaxed);
     }
     return TB_OK;
 }

@@ -110,6 +110,18 @@ tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_
     return t->ops->mem_read(t->context, remote, ranges, nranges, pieces, npieces);
 }
 
+tb_status tb__transport_send_fds(const tb_transport *t, int32_t peer, const int *fds, size_t nfds, uint64_t *id) {
+    if (!t->ops->fd_send)
+        return tb__fail(TB_REFUSED, "transport %s carries no file descriptors", t->ops->name);
+    return t->ops->fd_send(t->context, peer, fds, nfds, id);
+}
+
+tb_status tb__transport_take_fds(const tb_transport *t, int32_t peer, uint64_t id, int *fds, size_t nfds) {
+    if (!t->ops->fd_take)
+        return tb__fail(TB_REFUSED, "transport %s carries no file descriptors", t->ops->name);
+    return t->ops->fd_take(t->context, peer, id, fds, nfds);
+}
+
 void tb__transport_cancel(const tb_transport *t, tb_op *op) {
     if (op->state)
         t->ops->cancel(t->context, op);
@@ -125,6 +137,7 @@ void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *w
 }
 
 tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
+    op->size = sizeof *op;
     op->status = TB_OK;
     op->why[0] = '\0';
     op->nbytes = 0;

@@ -90,6 +90,21 @@ static void a_longer_table_is_cut(void **state) {
     assert_ptr_equal(tb__transports[at]->open, refuse_open);
 }
 
+static tb_status note_size(void *context, tb_op *op) {
+    *(size_t *)context = op->size;
+    return TB_OK;
+}
+
+/* A transport of a later version sees which fields the library has. */
+static void operations_have_their_size(void **state) {
+    (void)state;
+    tb_transport_ops ops = named("sizes");
+    size_t size = 0;
+    ops.post = note_size;
+    assert_int_equal(tb__transport_post(&(tb_transport){&ops, &size}, &(tb_op){.kind = TB_OP_RECV}), TB_OK);
+    assert_int_equal(size, sizeof(tb_op));
+}
+
 static void names_are_taken_once(void **state) {
     (void)state;
     tb_transport_ops ops = named("twice");
@@ -104,8 +119,9 @@ static void names_are_taken_once(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(incomplete_tables_are_refused),
-                                       cmocka_unit_test(a_shorter_table_has_the_defaults),
-                                       cmocka_unit_test(a_longer_table_is_cut), cmocka_unit_test(names_are_taken_once)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(incomplete_tables_are_refused), cmocka_unit_test(a_shorter_table_has_the_defaults),
+        cmocka_unit_test(a_longer_table_is_cut), cmocka_unit_test(operations_have_their_size),
+        cmocka_unit_test(names_are_taken_once)};
     return cmocka_run_group_tests_name("transports", tests, NULL, NULL);
 }

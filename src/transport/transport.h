@@ -6,6 +6,12 @@
 #include "base/text.h"
 #include "tensorbus/transport.h"
 
+/* An open transport. */
+typedef struct tb_transport {
+    const tb_transport_ops *ops;
+    void *context;
+} tb_transport;
+
 /* All built-in and registered transports, in order of preference; ends with NULL. Registering makes a new table, and
  * old ones stay valid. */
 extern const tb_transport_ops *const *_Atomic tb__transports;
@@ -27,6 +33,8 @@ void *tb__transport_map(const tb_transport *t, tb_remote *remote);
 bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote);
 tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
                              const tb_piece *pieces, size_t npieces);
+tb_status tb__transport_send_fds(const tb_transport *t, int32_t peer, const int *fds, size_t nfds, uint64_t *id);
+tb_status tb__transport_take_fds(const tb_transport *t, int32_t peer, uint64_t id, int *fds, size_t nfds);
 
 /* Bytes in all pieces. (TB_API exports it to the other libraries of tensorbus, as all that is marked so in internal
  * headers.) */

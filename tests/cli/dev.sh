@@ -16,6 +16,7 @@ program() {
 }
 program cmake <<END
 echo "\$*" >>"$tmp/configured"
+echo '-- tensorbus: without the CUDA device'
 mkdir -p "build/\$2"
 : >"build/\$2/build.ninja"
 echo "CMAKE_HOME_DIRECTORY:INTERNAL=\$PWD" >"build/\$2/CMakeCache.txt"
@@ -43,6 +44,7 @@ configured() {
 # Where the system's own MPIs are seen, too, they do not change.
 configured 1 'the first build'
 grep -q '^--preset release --fresh$' "$tmp/configured" || fail "CMake was called with: $(cat "$tmp/configured")"
+grep -q '^build/release: without the CUDA device$' "$err" || fail "what was found is not told: $(cat "$err")"
 configured 1 'the second build'
 echo 4.1.4 >"$tmp/modules/ompi-c"
 program mpirun.openmpi </dev/null
@@ -58,7 +60,9 @@ rm "$tmp/modules/ompi-c" "$bin/mpirun.openmpi"
 configured 5 'one was removed'
 [ "$(head -n 1 "$tmp/built")" = '-C build/release -t cleandead' ] || fail "its library stays: $(cat "$tmp/built")"
 configured 5 'nothing has changed'
-rm "$tree/build/release/mpis" # a folder that an earlier ./dev has configured
-configured 6 'it is not known what was there'
+program nvcc </dev/null
+configured 6 'nvcc was installed'
+rm "$tree/build/release/optional" # a folder that an earlier ./dev has configured
+configured 7 'it is not known what was there'
 
 finish

@@ -48,8 +48,8 @@ has reshard spec in out hf max-file-size memory threads verify trust-replicas ig
 has store listen token-file wait
 has config json
 has doctor store token-file json
-has demo size ranks src dst staged checksum bus
-has bench only rounds size staged checksum peers hosts check json
+has demo size ranks src dst staged checksum bus gpu
+has bench only rounds size staged checksum peers hosts check json gpu
 has agent name rank size store socket token-file timeout workers transport host checksum http
 has status socket all token-file timeout json
 has top socket interval once token-file

@@ -1,6 +1,7 @@
 /* The bus protocol. The first byte says what the rest is: a stream of frames as an agent reads it, the map of one
  * message, a layout (mesh, then placements), or a tensor. What is accepted is written again, reads the same, and is
  * then written to the same bytes; another MessagePack reader takes it, too. */
+#include "../support/frame_feed.h"
 #include "bus/protocol/payload.h"
 #include "bus/protocol/protocol.h"
 #include "bus/protocol/value.h"
@@ -88,7 +89,7 @@ static void try_stream(const uint8_t *data, size_t size, const tb_layout *pair, 
     while (is_open && given < size) {
         size_t n = 1 + data[given] % 64;
         n = n < size - given ? n : size - given;
-        expect(tb__frame_feed(&reader, data + given, n) == TB_OK);
+        expect(frame_feed(&reader, data + given, n) == TB_OK);
         given += n;
         tb__blob map;
         bool has_frame = true;

@@ -520,6 +520,7 @@ void conformance_without(const char *part, void (*make)(endpoints *e), void (*un
                  {"memory", conformance_memory},
                  {"scattered", conformance_scattered},
                  {"many registrations", conformance_many_registrations},
+                 {"descriptors", conformance_fds},
                  {"gigabytes", gigabytes},
                  {"closing", closing},
                  {"last words", last_words}};

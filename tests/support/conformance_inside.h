@@ -36,4 +36,8 @@ void conformance_memory(endpoints *e);
 void conformance_scattered(endpoints *e);
 void conformance_many_registrations(endpoints *e);
 
+/* conformance_fds.c */
+void conformance_fds(endpoints *e);
+size_t count_descriptors(void); /* that this process has open */
+
 #endif

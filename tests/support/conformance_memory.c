@@ -1,7 +1,6 @@
 /* What every transport must do that lets peers reach memory. */
 #include "conformance_inside.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
@@ -179,16 +178,6 @@ void conformance_scattered(endpoints *e) {
     free(plain);
     munmap(shared, n);
     close(fd);
-}
-
-static size_t count_descriptors(void) {
-    size_t count = 0;
-    DIR *dir = opendir("/proc/self/fd");
-    assert_non_null(dir);
-    while (readdir(dir))
-        count++;
-    closedir(dir);
-    return count;
 }
 
 /* A file with thousands of tensors in it, each of them registered. */

@@ -32,9 +32,14 @@ static void mend(void) {
 
 static void forget_allocations(void) {
     allocation *a;
+    pinned *p;
     while ((a = LIST_FIRST(&slow.allocations))) {
         LIST_REMOVE(a, link);
         free(a);
+    }
+    while ((p = LIST_FIRST(&slow.pins))) {
+        LIST_REMOVE(p, link);
+        free(p);
     }
 }
 
@@ -46,6 +51,7 @@ static void reset(void) {
     slow.seen = slow.alias = NULL;
     slow.used = 0;
     forget_allocations();
+    slow_streams_reset();
     mend();
 }
 
@@ -122,7 +128,7 @@ bool slow_strikes(fault *f) {
 }
 
 tb_status slow_check_call(slow_device_call call) {
-    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run"};
+    static const char *const names[] = {"open", "alloc", "share", "map", "prepare", "run", "pin", "a stream"};
     slow_lock();
     bool fails = slow_strikes(&slow.calls[call]);
     tb_status status = slow.calls[call].status;
@@ -148,14 +154,19 @@ static void make_pool(void) {
 }
 
 /* With the lock held. Pages without access rights lie between allocations. */
-static void *allocate(size_t nbytes, slow_device *device) {
+static void *allocate(size_t nbytes, int unit, bool is_shareable, slow_device *device) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     allocation *a = calloc(1, sizeof *a);
     if (!a)
         slow_die("no memory");
     if (!slow.seen)
         make_pool();
-    *a = (allocation){.offset = slow.used + page, .nbytes = nbytes, .epoch = ++slow.nallocations, .device = device};
+    *a = (allocation){.offset = slow.used + page,
+                      .nbytes = nbytes,
+                      .epoch = ++slow.nallocations,
+                      .unit = unit,
+                      .is_shareable = is_shareable,
+                      .device = device};
     size_t whole = (nbytes + page - 1) / page * page;
     if (nbytes > POOL_NBYTES || whole + 2 * page > POOL_NBYTES - slow.used)
         slow_die("all addresses are used");
@@ -181,10 +192,16 @@ static allocation *find_allocation(const void *address, size_t nbytes) {
     return NULL;
 }
 
+/* With the lock held. */
+static allocation *find_start(const void *address) {
+    allocation *a = find_allocation(address, 0);
+    return a && slow.seen + a->offset == address ? a : NULL;
+}
+
 static void deallocate(void *address) {
     slow_lock();
-    allocation *a = find_allocation(address, 0);
-    if (!a || slow.seen + a->offset != address)
+    allocation *a = find_start(address);
+    if (!a)
         slow_die("memory is freed that is none of its own, or twice");
     size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (a->nbytes + page - 1) / page * page;
     if (whole && (mprotect(slow.alias + a->offset, whole, PROT_NONE) != 0 ||
@@ -211,11 +228,24 @@ void *slow_device_bytes(const void *address) {
     return slow_translate(address);
 }
 
-void *slow_device_alloc(size_t nbytes) {
+void *slow_device_alloc_on(int unit, bool is_shareable, size_t nbytes) {
     slow_lock();
-    void *p = allocate(nbytes, NULL);
+    void *p = allocate(nbytes, unit, is_shareable, NULL);
     slow_unlock();
     return p;
+}
+
+void *slow_device_alloc(size_t nbytes) {
+    return slow_device_alloc_on(0, true, nbytes);
+}
+
+size_t slow_device_count_allocations(int unit) {
+    size_t count = 0;
+    slow_lock();
+    for (const allocation *a = LIST_FIRST(&slow.allocations); a; a = LIST_NEXT(a, link))
+        count += a->device && a->unit == unit;
+    slow_unlock();
+    return count;
 }
 
 void slow_device_free(void *address) {
@@ -223,15 +253,87 @@ void slow_device_free(void *address) {
         deallocate(address);
 }
 
+void slow_device_replace(void *address) {
+    slow_lock();
+    allocation *a = find_allocation(address, 0);
+    if (!a || slow.seen + a->offset != address)
+        slow_die("memory is replaced that is none of its own");
+    a->epoch = ++slow.nallocations;
+    memset(slow.alias + a->offset, 0xaa, a->nbytes);
+    slow_unlock();
+}
+
 static tb_status slow_alloc(tb__device *device, int index, size_t nbytes, void **out) {
-    (void)index;
     TB_TRY(slow_check_call(SLOW_DEVICE_ALLOC));
+    if (index < 0 || index >= SLOW_DEVICE_NUNITS)
+        return tb__fail(TB_REFUSED, "there is no slow:%d: the slow device has %d units", index, SLOW_DEVICE_NUNITS);
     if (nbytes > POOL_NBYTES / 4)
         return tb__fail(TB_NO_MEMORY, "%zu bytes are more than the slow device has", nbytes);
     slow_lock();
-    *out = allocate(nbytes, (slow_device *)device);
+    *out = allocate(nbytes, index, true, (slow_device *)device);
     slow_unlock();
     return TB_OK;
+}
+
+static tb_status slow_alloc_on(int index, size_t nbytes, void **out) {
+    return slow_alloc(NULL, index < 0 ? 0 : index, nbytes, out);
+}
+
+static bool slow_free_on(void *address) {
+    slow_lock();
+    const allocation *a = find_start(address);
+    bool is_ours = a && !a->device;
+    slow_unlock();
+    if (is_ours)
+        deallocate(address);
+    return is_ours;
+}
+
+static const char *slow_unit_name(tb__device *device, int index) {
+    static const char *const names[SLOW_DEVICE_NUNITS] = {"slow:0", "slow:1", "slow:2", "slow:3",
+                                                          "slow:4", "slow:5", "slow:6", "slow:7"};
+    (void)device;
+    return names[index];
+}
+
+/* ---- Pinned host memory ------------------------------------------------------------------------------------------ */
+
+static tb_status slow_pin(void *address, size_t nbytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    TB_TRY(slow_check_call(SLOW_DEVICE_PIN));
+    pinned *made = calloc(1, sizeof *made);
+    if (!made || (uintptr_t)address % page != 0 || nbytes == 0 || nbytes % page != 0)
+        slow_die("memory is pinned that is not whole pages");
+    *made = (pinned){.address = address, .nbytes = nbytes};
+    slow_lock();
+    for (const pinned *p = LIST_FIRST(&slow.pins); p; p = LIST_NEXT(p, link)) {
+        if ((char *)address < (char *)p->address + p->nbytes && (char *)p->address < (char *)address + nbytes)
+            slow_die("memory is pinned twice");
+    }
+    LIST_INSERT_HEAD(&slow.pins, made, link);
+    slow_unlock();
+    return TB_OK;
+}
+
+static void slow_unpin(void *address) {
+    slow_lock();
+    pinned *p = LIST_FIRST(&slow.pins);
+    while (p && p->address != address)
+        p = LIST_NEXT(p, link);
+    if (!p)
+        slow_die("memory is unpinned that is not pinned");
+    LIST_REMOVE(p, link);
+    free(p);
+    slow_unlock();
+}
+
+size_t slow_device_pinned(void) {
+    size_t nbytes = 0;
+    slow_lock();
+    for (const pinned *p = LIST_FIRST(&slow.pins); p; p = LIST_NEXT(p, link))
+        nbytes += p->nbytes;
+    slow_unlock();
+    return nbytes;
 }
 
 static void slow_free(tb__device *device, void *address) {
@@ -244,8 +346,11 @@ static bool slow_find(tb__device *device, const void *address, size_t nbytes, tb
     slow_lock();
     const allocation *a = find_allocation(address, nbytes);
     if (a)
-        *out =
-            (tb__memory){.base = slow.seen + a->offset, .nbytes = a->nbytes, .epoch = a->epoch, .is_shareable = true};
+        *out = (tb__memory){.base = slow.seen + a->offset,
+                            .nbytes = a->nbytes,
+                            .index = a->unit,
+                            .epoch = a->epoch,
+                            .is_shareable = a->is_shareable};
     slow_unlock();
     return a;
 }
@@ -255,13 +360,6 @@ static bool slow_find(tb__device *device, const void *address, size_t nbytes, tb
 typedef struct key {
     uint64_t inode, offset, nbytes;
 } key;
-
-/* No address of it is ever seen: the mapping is the device's alone. */
-typedef struct slow_mapping {
-    tb__mapping base;
-    void *pages;
-    size_t npages_bytes;
-} slow_mapping;
 
 static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__memory_key *out) {
     struct stat info;
@@ -314,7 +412,10 @@ static tb_status slow_map(tb__device *base, const tb__memory_key *given, tb__map
         return tb__fail(TB_IO, "mmap: %s", strerror(errno));
     }
     mapping->base = (tb__mapping){&slow_device_ops, (char *)mapping->pages + before, k.nbytes};
+    slow_lock();
     device->nmappings++;
+    LIST_INSERT_HEAD(&slow.mappings, mapping, link);
+    slow_unlock();
     *out = &mapping->base;
     return TB_OK;
 }
@@ -323,9 +424,24 @@ static void slow_unmap(tb__device *base, tb__mapping *given) {
     slow_mapping *mapping = (slow_mapping *)given;
     if (given->ops != &slow_device_ops)
         slow_die("a mapping of another device is unmapped");
-    munmap(mapping->pages, mapping->npages_bytes);
-    free(mapping);
+    slow_lock();
+    if (mapping->nruns > 0)
+        slow_die("memory is unmapped while a job that uses it is run");
+    if (mapping->is_unmapped)
+        slow_die("memory is unmapped twice");
+    mapping->is_unmapped = true;
     ((slow_device *)base)->nmappings--;
+    slow_unlock();
+    munmap(mapping->pages, mapping->npages_bytes);
+}
+
+size_t slow_device_count_mappings(void) {
+    size_t count = 0;
+    slow_lock();
+    for (const slow_mapping *m = LIST_FIRST(&slow.mappings); m; m = LIST_NEXT(m, link))
+        count += !m->is_unmapped;
+    slow_unlock();
+    return count;
 }
 
 /* ---- Opening ----------------------------------------------------------------------------------------------------- */
@@ -339,6 +455,7 @@ static tb_status slow_open(tb__device **out) {
     TAILQ_INIT(&device->waiting);
     TAILQ_INIT(&device->begun);
     TAILQ_INIT(&device->ended);
+    TAILQ_INIT(&device->marks);
     device->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (device->wake < 0)
         slow_die("no eventfd");
@@ -355,6 +472,8 @@ static void slow_close(tb__device *base) {
         slow_die("closed while runs are under way");
     if (device->njobs > 0 || device->nmappings > 0 || device->nallocations > 0)
         slow_die("closed before jobs, mappings or memory were given back");
+    if (device->nmarks > 0 || !LIST_EMPTY(&device->gates))
+        slow_die("closed before fences of streams were done, or gates were opened");
     device->is_stopping = true;
     pthread_cond_broadcast(&slow.changed);
     slow_unlock();
@@ -374,6 +493,15 @@ const tb__device_ops slow_device_ops = {
     .find = slow_find,
     .alloc = slow_alloc,
     .free = slow_free,
+    .alloc_on = slow_alloc_on,
+    .free_on = slow_free_on,
+    .pin = slow_pin,
+    .unpin = slow_unpin,
+    .unit_name = slow_unit_name,
+    .stream_record = slow_stream_record,
+    .stream_wait = slow_stream_wait,
+    .gate_create = slow_gate_create,
+    .gate_open = slow_gate_open,
     .share = slow_share,
     .map = slow_map,
     .unmap = slow_unmap,

@@ -17,9 +17,11 @@ struct tb__job {
     tb__move *moves;
     size_t nmoves;
     size_t nruns; /* not yet complete */
+    TB_VEC(slow_mapping *) mappings;
 };
 
 struct slow_run {
+    slow_pending pending;
     slow_device *device;
     tb__job *job; /* NULL: a checksum */
     tb__fence *fence;
@@ -41,7 +43,7 @@ struct slow_run {
     TAILQ_ENTRY(slow_run) link;
 };
 
-static int64_t now_us(void) {
+int64_t slow_now_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
@@ -56,11 +58,14 @@ static tb_status copy_sources(tb__job *job, tb__move *move) {
     if (!src || !stride || !left)
         return TB_NO_MEMORY;
     for (uint32_t k = 0; k < move->nsrc; k++) {
-        const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
+        tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
         src[k] = mapping ? move->src[k] : slow_translate(move->src[k]);
         left[k] = mapping == TB__IN_BUFFER ? TB__IN_BUFFER : NULL;
         if (mapping && mapping != TB__IN_BUFFER)
             TB_TRY(tb__mapping_source(mapping, &slow_device_ops, move, k, &src[k]));
+        if (mapping && mapping != TB__IN_BUFFER && mapping->ops == &slow_device_ops &&
+            !tb__vec_push(&job->mappings, (slow_mapping *)mapping))
+            return TB_NO_MEMORY;
         memcpy(stride[k], move->src_stride[k], sizeof *stride);
     }
     move->src = src;
@@ -97,9 +102,21 @@ static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
 }
 
 static void free_job(tb__job *job) {
-    if (job)
+    if (job) {
         tb__arena_fini(&job->arena);
+        free(job->mappings.item);
+    }
     free(job);
+}
+
+/* With the lock held: runs of the job begin (1) or end (-1). */
+static void count_runs(tb__job *job, int change) {
+    for (size_t i = 0; i < job->mappings.count; i++) {
+        if (job->mappings.item[i]->is_unmapped)
+            slow_die("a job is run that uses unmapped memory");
+        job->mappings.item[i]->nruns += (size_t)change;
+    }
+    job->nruns += (size_t)change;
 }
 
 tb_status slow_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out) {
@@ -180,6 +197,7 @@ static tb_status do_move(const slow_run *run, size_t index) {
 
 /* With the lock held. */
 static void end_run(slow_run *run, tb_status status, const char *why) {
+    slow_streams_end_run(run);
     run->status = status;
     if (why != run->why)
         snprintf(run->why, sizeof run->why, "%s", why);
@@ -238,7 +256,7 @@ void *slow_do_runs(void *arg) {
     slow_lock();
     while (!device->is_stopping) {
         slow_run *chosen = NULL;
-        int64_t now = now_us(), due = INT64_MAX, ngoing = 0;
+        int64_t due = slow_open_late_gates(device), now = slow_now_us(), ngoing = 0;
         for (slow_run *run = TAILQ_FIRST(&device->begun); run; run = TAILQ_NEXT(run, link)) {
             if (may_go_on(run, now) && rng_range(&slow.random, 0, ngoing++) == 0)
                 chosen = run;
@@ -310,9 +328,9 @@ static void queue_run(slow_run *run) {
         run->status = slow.run.status;
         memcpy(run->why, slow.run.why, sizeof run->why);
     }
-    slow_unlock();
     if (run->job)
-        run->job->nruns++;
+        count_runs(run->job, 1);
+    slow_unlock();
     run->fence->state = run;
     TAILQ_INSERT_TAIL(&device->waiting, run, link);
 }
@@ -358,19 +376,28 @@ tb_status slow_checksum(tb__device *device, const void *address, size_t nbytes, 
 void slow_cancel(tb__device *device, tb__fence *fence) {
     (void)device;
     slow_lock();
-    if (!fence->is_done && fence->state)
-        ((slow_run *)fence->state)->is_cancelled = true;
+    slow_pending *pending = fence->is_done ? NULL : fence->state;
+    if (pending && pending->is_mark)
+        slow_cancel_mark((slow_work *)pending);
+    else if (pending)
+        ((slow_run *)pending)->is_cancelled = true;
     slow_unlock();
 }
 
-static void complete(slow_run *run, tb_status status, const char *why) {
-    tb__fence *fence = run->fence;
+void slow_complete_fence(tb__fence *fence, tb_status status, const char *why) {
     fence->status = status;
     snprintf(fence->why, sizeof fence->why, "%s", why);
     fence->state = NULL;
     fence->is_done = true;
+}
+
+static void complete(slow_run *run, tb_status status, const char *why) {
+    slow_lock(); /* another thread may be making a stream wait for it */
+    slow_streams_end_run(run);
+    slow_complete_fence(run->fence, status, why);
     if (run->job)
-        run->job->nruns--;
+        count_runs(run->job, -1);
+    slow_unlock();
     free_run(run);
 }
 
@@ -402,7 +429,7 @@ static bool begin_waiting(slow_device *device) {
         } else {
             slow_lock();
             int64_t most = rng_range(&slow.random, 0, 19) == 0 ? slow.most_us * 10 : slow.most_us;
-            run->due_us = now_us() + rng_range(&slow.random, 0, most);
+            run->due_us = slow_now_us() + rng_range(&slow.random, 0, most);
             TAILQ_INSERT_TAIL(&device->begun, run, link);
             pthread_cond_broadcast(&slow.changed);
             slow_unlock();
@@ -415,7 +442,10 @@ bool slow_progress(tb__device *base) {
     slow_device *device = (slow_device *)base;
     eventfd_t unused;
     eventfd_read(device->wake, &unused);
-    bool did = begin_waiting(device);
+    slow_lock();
+    bool did = slow_complete_marks(device);
+    slow_unlock();
+    did |= begin_waiting(device);
     for (;;) {
         slow_lock();
         slow_run *run = TAILQ_FIRST(&device->ended);

@@ -1,6 +1,6 @@
 /* Memory for tensors of tests. Built with TB_SLOW_DEVICE, a test has it where TB_TEST_DEVICE says: on the slow device
- * (the default), with "mixed" every second time, or with "cuda" on a GPU, if the build has the CUDA device; else it is
- * memory of tb_alloc.
+ * (the default), with "mixed" every second time, with "cuda" on a GPU, if the build has the CUDA device, and with
+ * "cuda_mixed" every second time; else it is memory of tb_alloc.
  *
  * A test reads and writes tensors through tensor_bytes. Memory of a GPU has a copy for that (cuda_tensors.c). */
 #ifndef TB_TESTS_TENSOR_MEMORY_H
@@ -20,14 +20,19 @@ static inline bool is_test_device(const char *name) {
     return device && strcmp(device, name) == 0;
 }
 
+static inline bool is_test_on_gpu(void) {
+    return is_test_device("cuda") || is_test_device("cuda_mixed");
+}
+
 __attribute__((constructor)) static void use_slow_device(void) {
-    if (!is_test_device("cuda"))
+    if (!is_test_on_gpu())
         slow_device_install();
 }
 
-static inline bool next_is_slow(void) {
+/* Whether the next tensor is on the device, and not on the host. */
+static inline bool next_is_on_device(void) {
     static _Atomic unsigned count;
-    return !is_test_device("cuda") && (!is_test_device("mixed") || count++ % 2);
+    return !(is_test_device("mixed") || is_test_device("cuda_mixed")) || count++ % 2;
 }
 
 static inline bool is_slow_memory(const void *p) {
@@ -52,10 +57,11 @@ void cuda_tensors_flush(void);
 static inline void *tensor_alloc(size_t nbytes) {
     void *p;
 #ifdef TB_SLOW_DEVICE
-    if (next_is_slow())
+    bool is_on_device = next_is_on_device();
+    if (is_on_device && !is_test_on_gpu())
         return slow_device_alloc(nbytes);
 #ifdef TB_TEST_CUDA
-    if (is_test_device("cuda"))
+    if (is_on_device)
         return cuda_tensor_alloc(nbytes);
 #endif
 #endif

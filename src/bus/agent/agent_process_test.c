@@ -18,7 +18,7 @@ static tb_client *open_client(const agent_process *a) {
     return c;
 }
 
-/* ---- A host program for both agents, whose calls wait for each other ------------------------------------------- */
+/* ---- A program for both agents, whose calls wait for each other ------------------------------------------------ */
 
 typedef struct call {
     tb_client *client;

@@ -1,4 +1,4 @@
-/* What strains an agent: commands that make no sense, semaphores that are none, descriptors without end, clients that
+/* What strains an agent: invalid commands, semaphores that are none, descriptors without end, clients that
  * do not read. Raw connections only, since no client of ours would do that. */
 #include "bus/agent/agent_test.h"
 

@@ -1,4 +1,4 @@
-/* Tensors of host programs through agents: wherever they are, whatever they look like, whoever else there is. */
+/* Tensors of programs through agents: wherever they are, whatever they look like, whoever else there is. */
 #include "bus/agent/agent_test.h"
 #include "bus/client/client.h"
 

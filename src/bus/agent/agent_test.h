@@ -12,7 +12,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-/* An agent for each rank of a scene. The ranks' threads are its clients' host programs. */
+/* An agent for each rank of a scene. The ranks' threads are its clients' programs. */
 typedef struct house {
     scene scene; /* first */
     const char *token;
@@ -92,7 +92,7 @@ static inline rank place_rank(house *h, int32_t i, int32_t na, int32_t nb) {
     return r;
 }
 
-/* Runs `body` as host programs, each with an agent: `na` in group "a", `nb` in group "b", unless the house has other
+/* Runs `body` as programs, each with an agent: `na` in group "a", `nb` in group "b", unless the house has other
  * groups. */
 static inline void run_house(house *h, void (*body)(rank *r), int32_t na, int32_t nb) {
     scene *s = &h->scene;

@@ -155,7 +155,7 @@ static void transfer(member *m, uint32_t version, int timeout_ms) {
         end(m, BAD_STATE, "sem_open failed");
     must(m, tb_client_transfer(m->batch, sends(m), &opts), begun_ms);
     atomic_store(&m->report->has_semaphore, false);
-    /* An agent that dies never posts: a host program asks now and then. */
+    /* An agent that dies never posts: a program asks now and then. */
     tb_client_status status = {.size = sizeof status};
     struct timespec until;
     do {

@@ -1,6 +1,8 @@
 /* Frames: however the bytes of a stream arrive, the same frames come out, and memory follows what has arrived. */
 #include "bus/protocol/protocol_test.h"
 
+#include "../tests/support/frame_feed.h"
+
 enum { NFRAMES = 40 };
 
 /* Frames of these lengths, whose bytes are their number. */
@@ -30,7 +32,7 @@ static int take_frames(tb__frame_reader *reader, const size_t *lengths, int seen
     return seen;
 }
 
-/* `read` gets its bytes by room and filled, the other way by feed. */
+/* `read` gets as many bytes at a time as there is room for, the other way as many as it likes. */
 static void check_stream(rng *r, bool read, int64_t largest) {
     size_t lengths[NFRAMES];
     tb__bytes stream = make_stream(r, lengths);
@@ -47,7 +49,7 @@ static void check_stream(rng *r, bool read, int64_t largest) {
             memcpy(where, stream.item + at, n);
             tb__frame_filled(&reader, n);
         } else {
-            assert_int_equal(tb__frame_feed(&reader, stream.item + at, n), TB_OK);
+            assert_int_equal(frame_feed(&reader, stream.item + at, n), TB_OK);
         }
         at += n;
         seen = take_frames(&reader, lengths, seen);
@@ -76,7 +78,7 @@ static void test_byte_by_byte(void **state) {
     for (size_t i = 0; i < sizeof stream; i++) {
         tb__blob map;
         bool has_frame;
-        assert_int_equal(tb__frame_feed(&reader, &stream[i], 1), TB_OK);
+        assert_int_equal(frame_feed(&reader, &stream[i], 1), TB_OK);
         assert_int_equal(tb__frame_next(&reader, &map, &has_frame), TB_OK);
         assert_int_equal(has_frame, i == 6 || i == 10 || i == 15);
         assert_int_equal(tb__frame_is_between(&reader), has_frame);
@@ -95,7 +97,7 @@ static tb_status next_after(size_t max_nbytes, size_t length, size_t *capacity) 
     uint8_t header[] = {(uint8_t)length, (uint8_t)(length >> 8), (uint8_t)(length >> 16), (uint8_t)(length >> 24), 1};
     tb__blob map;
     bool has_frame;
-    assert_int_equal(tb__frame_feed(&reader, header, sizeof header), TB_OK);
+    assert_int_equal(frame_feed(&reader, header, sizeof header), TB_OK);
     tb_status status = tb__frame_next(&reader, &map, &has_frame);
     assert_false(has_frame);
     uint8_t *at;
@@ -123,7 +125,7 @@ static void test_memory_is_given_back(void **state) {
     (void)state;
     tb__frame_reader reader = {0};
     static const uint8_t header[] = {0, 0, 0x40, 0}; /* 4 MiB */
-    assert_int_equal(tb__frame_feed(&reader, header, sizeof header), TB_OK);
+    assert_int_equal(frame_feed(&reader, header, sizeof header), TB_OK);
     tb__blob map;
     bool has_frame = false;
     while (!has_frame) {
@@ -150,7 +152,7 @@ static void test_memory_may_be_short(void **state) {
     uint8_t *at;
     size_t room;
     tb__mem_fail_after(0);
-    tb_status fed = tb__frame_feed(&reader, "1234", 4), roomed = tb__frame_room(&reader, &at, &room);
+    tb_status fed = frame_feed(&reader, "1234", 4), roomed = tb__frame_room(&reader, &at, &room);
     tb__mem_fail_after(-1);
     assert_true(fed == TB_NO_MEMORY && roomed == TB_NO_MEMORY);
     tb__frame_reader_fini(&reader);

@@ -150,10 +150,7 @@ typedef struct tb__frame_reader {
 tb_status tb__frame_room(tb__frame_reader *reader, uint8_t **at, size_t *nbytes);
 void tb__frame_filled(tb__frame_reader *reader, size_t nbytes);
 
-/* Both at once, for bytes that are elsewhere. */
-tb_status tb__frame_feed(tb__frame_reader *reader, const void *data, size_t nbytes);
-
-/* The next complete frame's map, valid until room or feed is called again; has_frame is false if more is needed. After
+/* The next complete frame's map, valid until room is called again; has_frame is false if more is needed. After
  * a failure the stream can't be trusted any more. */
 tb_status tb__frame_next(tb__frame_reader *reader, tb__blob *map, bool *has_frame);
 

@@ -244,4 +244,10 @@ typedef struct tb__cuda_pin tb__cuda_pin;
 tb_status tb__cuda_pin_host(tb__gpu *gpu, const void *base, size_t nbytes, tb__cuda_pin **out, CUdeviceptr *address);
 void tb__cuda_unpin(tb__cuda_pin *pin); /* NULL is allowed */
 
+/* For tb_alloc_on (program.c). */
+tb_status tb__cuda_alloc_on(int index, size_t nbytes, void **out);
+bool tb__cuda_free_on(void *address);
+tb_status tb__cuda_pin_pages(void *address, size_t nbytes);
+void tb__cuda_unpin_pages(void *address);
+
 #endif

@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 
-extern const unsigned char tb__cuda_fatbin[] __attribute__((visibility("hidden")));
+extern const unsigned char tb__cuda_fatbin[];
 
 static pthread_mutex_t setup_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic(tb__gpu *) gpus[TB__MAX_GPUS];

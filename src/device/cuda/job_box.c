@@ -312,15 +312,24 @@ static tb_status add_plain_rows(tb__job *job, uint32_t gpu, const nest *n, int64
     return add_rows(job, gpu, n, box, place, is_long ? TB__CUDA_copy_long_rows : TB__CUDA_copy_rows, per_row);
 }
 
+/* Whether pinned memory is in one registration: the driver refuses copies that cross from one to the next. */
+static bool is_one_registration(uint64_t address, int64_t nbytes) {
+    CUdeviceptr begin = 0;
+    size_t size = 0;
+    CUpointer_attribute which[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+    void *values[] = {&begin, &size};
+    return tb__cuda.cuPointerGetAttributes(2, which, values, address) == CUDA_SUCCESS && begin <= address &&
+           address + (uint64_t)nbytes <= begin + size;
+}
+
 /* Whether the copy engine takes it: long, contiguous, and from or to host memory. */
 static bool suits_engine(const tb__job *job, uint32_t gpu, const nest *n, int64_t run) {
     bool is_src_host, is_dst_host;
     if (n->move->nsrc == 0 || n->ndim > 0 || run < ENGINE_NBYTES || job->host.count == 0 ||
         job->gpus[gpu].transfers.count >= ENGINE_COPIES || is_in_buffer(n->move, 0) || is_in_buffer(n->move, -1))
         return false;
-    address_of(job, gpu, n, 0, &is_src_host);
-    address_of(job, gpu, n, -1, &is_dst_host);
-    return is_src_host != is_dst_host;
+    uint64_t src = address_of(job, gpu, n, 0, &is_src_host), dst = address_of(job, gpu, n, -1, &is_dst_host);
+    return is_src_host != is_dst_host && is_one_registration(is_src_host ? src : dst, run);
 }
 
 static tb_status add_plain(tb__job *job, uint32_t gpu, const nest *n) {

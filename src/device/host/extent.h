@@ -11,6 +11,7 @@ typedef struct tb__extent {
     size_t nbytes; /* neighbours of one arena leave no gap between them */
     size_t asked;  /* in use: what the caller asked for, at most nbytes */
     bool is_used;
+    void (*unpin)(void *address);   /* in use: called before it is freed; NULL: nothing is */
     bool is_offered;                /* free, and tb__extents_fit may choose it */
     struct tb__extent *prev, *next; /* neighbours in the same arena; NULL at its ends */
     struct tb__memory_arena *arena;

@@ -57,6 +57,12 @@ static tb_status host_alloc(tb__device *device, int index, size_t nbytes, void *
     return tb_alloc(nbytes, out);
 }
 
+static tb_status host_alloc_on(int index, size_t nbytes, void **out) {
+    if (index > 0)
+        return tb__fail(TB_REFUSED, "there is no host:%d: the host's memory is one", index);
+    return tb_alloc(nbytes, out);
+}
+
 static void host_free(tb__device *device, void *address) {
     (void)device;
     tb_free(address);
@@ -165,6 +171,7 @@ const tb__device_ops tb__host_device_ops = {
     .find = host_find,
     .alloc = host_alloc,
     .free = host_free,
+    .alloc_on = host_alloc_on,
     .share = host_share,
     .map = host_map,
     .unmap = host_unmap,

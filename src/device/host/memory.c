@@ -10,12 +10,14 @@
 #include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "device/device.h"
 #include "device/host/extent.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/memfd.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/queue.h>
@@ -346,13 +348,42 @@ static tb_status split_extent(tb__extent *extent, size_t nbytes) {
     return TB_OK;
 }
 
-static tb_status allocate_extent(size_t nbytes, size_t asked, tb__extent **out) {
-    bool is_large = nbytes > SHARED_BYTES - (COLOURS - 1) * COLOUR_STEP;
-    tb__extent *extent = is_large ? find_idle(nbytes) : tb__extents_fit(&pool.extents, nbytes);
+static void merge_extents(tb__extent *left, tb__extent *right) {
+    tb__extents_remove(&pool.extents, right);
+    left->nbytes += right->nbytes;
+    left->next = right->next;
+    if (left->next)
+        left->next->prev = left;
+    free(right);
+}
+
+/* Cuts nbytes at a multiple of `alignment` out of the extent, which is long enough for both. */
+static tb_status cut_extent(tb__extent **extent, size_t nbytes, size_t alignment) {
+    tb__extent *it = *extent, *before = NULL;
+    size_t nbefore = round_up(it->start, alignment) - it->start;
+    if (nbefore > 0) {
+        TB_TRY(split_extent(it, nbefore));
+        tb__extents_update(&pool.extents, it);
+        before = it;
+        it = it->next;
+    }
+    tb_status status = it->nbytes > nbytes ? split_extent(it, nbytes) : TB_OK;
+    if (status != TB_OK && before) {
+        merge_extents(before, it);
+        tb__extents_update(&pool.extents, before);
+    }
+    *extent = it;
+    return status;
+}
+
+static tb_status allocate_extent(size_t nbytes, size_t asked, size_t alignment, tb__extent **out) {
+    size_t most = nbytes + alignment - ALIGNMENT;
+    bool is_large = most > SHARED_BYTES - (COLOURS - 1) * COLOUR_STEP;
+    tb__extent *extent = is_large ? find_idle(nbytes) : tb__extents_fit(&pool.extents, most);
     if (!extent)
         TB_TRY(add_arena(nbytes, is_large, &extent));
-    if (!is_large && extent->nbytes > nbytes)
-        TB_TRY(split_extent(extent, nbytes));
+    if (!is_large)
+        TB_TRY(cut_extent(&extent, nbytes, alignment));
     extent->is_used = true;
     extent->is_offered = false;
     extent->asked = asked;
@@ -367,26 +398,43 @@ static tb_status allocate_extent(size_t nbytes, size_t asked, tb__extent **out) 
     return TB_OK;
 }
 
-tb_status tb_alloc(size_t nbytes, void **out) {
+/* Memory that begins at a multiple of `alignment`, and has whole multiples of it for itself. */
+static tb_status allocate(size_t nbytes, size_t alignment, tb__extent **out) {
     if (nbytes > PTRDIFF_MAX - 2 * (size_t)HUGE_PAGE)
         return tb__fail(TB_TOO_BIG, "an allocation of %zu bytes", nbytes);
-    tb__extent *extent;
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.lock);
-    tb_status status = allocate_extent(round_up(nbytes > 0 ? nbytes : 1, ALIGNMENT), nbytes, &extent);
-    if (status == TB_OK)
-        *out = (void *)extent->start;
+    tb_status status = allocate_extent(round_up(nbytes > 0 ? nbytes : 1, alignment), nbytes, alignment, out);
     pthread_mutex_unlock(&pool.lock);
     return status;
 }
 
-static void merge_extents(tb__extent *left, tb__extent *right) {
-    tb__extents_remove(&pool.extents, right);
-    left->nbytes += right->nbytes;
-    left->next = right->next;
-    if (left->next)
-        left->next->prev = left;
-    free(right);
+tb_status tb_alloc(size_t nbytes, void **out) {
+    tb__extent *extent;
+    TB_TRY(allocate(nbytes, ALIGNMENT, &extent));
+    *out = (void *)extent->start;
+    return TB_OK;
+}
+
+static _Atomic size_t npinned; /* allocations */
+
+tb_status tb__memory_alloc_pinned(size_t nbytes, tb_status (*pin)(void *, size_t), void (*unpin)(void *), void **out) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    tb__extent *extent;
+    TB_TRY(allocate(nbytes, page, &extent));
+    tb_status status = pin((void *)extent->start, round_up(nbytes > 0 ? nbytes : 1, page));
+    if (status != TB_OK) {
+        tb_free((void *)extent->start);
+        return status;
+    }
+    extent->unpin = unpin;
+    atomic_fetch_add(&npinned, 1);
+    *out = (void *)extent->start;
+    return TB_OK;
+}
+
+bool tb__memory_has_pinned(void) {
+    return atomic_load(&npinned) > 0;
 }
 
 static void free_extent(tb__extent *extent) {
@@ -416,17 +464,29 @@ static bool is_inherited(uintptr_t address) {
     return false;
 }
 
+/* Not under the lock, because drivers may take long. */
+static void unpin(tb__extent *extent) {
+    void (*fn)(void *) = extent->unpin;
+    extent->unpin = NULL;
+    pthread_mutex_unlock(&pool.lock);
+    fn((void *)extent->start);
+    atomic_fetch_sub(&npinned, 1);
+    pthread_mutex_lock(&pool.lock);
+}
+
 void tb_free(void *ptr) {
     if (!ptr)
         return;
     pthread_mutex_lock(&pool.lock);
     tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)ptr);
     bool is_ours = extent && extent->is_used && extent->start == (uintptr_t)ptr;
+    if (is_ours && extent->unpin)
+        unpin(extent);
     if (is_ours)
         free_extent(extent);
     bool is_known = is_ours || is_inherited((uintptr_t)ptr);
     pthread_mutex_unlock(&pool.lock);
-    if (!is_known)
+    if (!is_known && !tb__devices_free(ptr))
         tb__log(TB_LOG_ERROR, "tb_free: %p is not the start of a live allocation; nothing is freed", ptr);
 }
 

@@ -16,6 +16,10 @@ typedef struct tb__arena_file {
     int fd;
 } tb__arena_file;
 
+/* Memory of tb_alloc in pages of its own, which `pin` has pinned; tb_free unpins it first. */
+tb_status tb__memory_alloc_pinned(size_t nbytes, tb_status (*pin)(void *, size_t), void (*unpin)(void *), void **out);
+bool tb__memory_has_pinned(void); /* whether there is any */
+
 /* The file that holds all of these bytes, which must be in one live allocation. False: they are not memory of tb_alloc.
  */
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out);

@@ -11,9 +11,9 @@
 #include <stdatomic.h>
 
 enum {
-    PIECES_EACH = 16,          /* per thread: they are not equally fast */
-    MAX_PIECE_BYTES = 8 << 20, /* in a piece: the loop's driver helps, and has other things to do */
-    SPINS = 500,               /* some microseconds: works often follow one another */
+    PIECES_EACH = 16,           /* per thread: they are not equally fast */
+    MAX_PIECE_BYTES = 32 << 20, /* the driver of the loop helps, and has other things to do in between */
+    SPINS = 500,                /* some microseconds: works often follow one another */
 };
 
 static struct {
@@ -220,7 +220,10 @@ void tb__workers_run(tb__work *work) {
 }
 
 int64_t tb__workers_piece(int64_t nbytes) {
-    int64_t piece = nbytes / ((int64_t)tb__workers_count() * PIECES_EACH) + 1;
+    int count = tb__workers_count();
+    if (count == 1) /* nobody to share with */
+        return MAX_PIECE_BYTES;
+    int64_t piece = nbytes / ((int64_t)count * PIECES_EACH) + 1;
     return piece < TB__PIECE_BYTES ? TB__PIECE_BYTES : tb__min64(piece, MAX_PIECE_BYTES);
 }
 

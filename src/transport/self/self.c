@@ -5,6 +5,7 @@
 #include "base/process.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -18,12 +19,19 @@ typedef struct posted {
     struct posted *counterpart; /* of a ready receive: its send. NULL: a send without a receive, which is dropped */
 } posted;
 
+/* Descriptors that were sent; none if they were taken. */
+typedef struct sent_fds {
+    int *item;
+    size_t count;
+} sent_fds;
+
 typedef struct self {
     tb_transport_env env;
     int event; /* readable while something is ready */
     tb__match sends, receives;
     posted *ready, **ready_end;
     TB_VEC(struct tb_mem *) memory; /* by id; NULL: unregistered */
+    TB_VEC(sent_fds) fds;           /* by id - 1 */
 } self;
 
 struct tb_mem {
@@ -62,6 +70,13 @@ static void mem_unref(struct tb_mem *mem) {
         free(mem);
 }
 
+static void close_sent(sent_fds *sent) {
+    for (size_t i = 0; i < sent->count; i++)
+        close(sent->item[i]);
+    free(sent->item);
+    *sent = (sent_fds){0};
+}
+
 static void self_close(void *context) {
     self *s = context;
     tb__waiter *w;
@@ -79,6 +94,9 @@ static void self_close(void *context) {
             mem_unref(s->memory.item[i]);
     }
     free(s->memory.item);
+    for (size_t i = 0; i < s->fds.count; i++)
+        close_sent(&s->fds.item[i]);
+    free(s->fds.item);
     tb__fd_close(s->event);
     free(s);
 }
@@ -171,6 +189,40 @@ static tb_status self_read(void *context, tb_remote *remote, const tb_range *ran
                         s->env.rank);
     TB_TRY(tb__ranges_check(ranges, nranges, pieces, npieces, mem->desc.nbytes, s->env.rank));
     tb__ranges_copy(mem->desc.base, ranges, nranges, pieces, npieces);
+    return TB_OK;
+}
+
+static tb_status self_send_fds(void *context, int32_t peer, const int *fds, size_t nfds, uint64_t *id) {
+    self *s = context;
+    (void)peer;
+    sent_fds sent = {.item = tb__malloc(nfds, sizeof *fds)};
+    if (!sent.item || !tb__vec_reserve(&s->fds, 1)) {
+        free(sent.item);
+        return TB_NO_MEMORY;
+    }
+    for (; sent.count < nfds; sent.count++) {
+        sent.item[sent.count] = fcntl(fds[sent.count], F_DUPFD_CLOEXEC, 0);
+        if (sent.item[sent.count] < 0) {
+            tb_status status = tb__fail(TB_IO, "duplicating a descriptor to send: %s", tb__errno_text(errno));
+            close_sent(&sent);
+            return status;
+        }
+    }
+    s->fds.item[s->fds.count++] = sent;
+    *id = s->fds.count;
+    return TB_OK;
+}
+
+static tb_status self_take_fds(void *context, int32_t peer, uint64_t id, int *fds, size_t nfds) {
+    self *s = context;
+    sent_fds *sent = id > 0 && id <= s->fds.count ? &s->fds.item[id - 1] : NULL;
+    if (nfds == 0)
+        return TB_OK;
+    if (!sent || sent->count != nfds)
+        return tb__fail(TB_INVALID, "rank %" PRId32 " has not sent %zu descriptors with id %" PRIu64, peer, nfds, id);
+    memcpy(fds, sent->item, nfds * sizeof *fds);
+    sent->count = 0;
+    close_sent(sent);
     return TB_OK;
 }
 
@@ -291,4 +343,6 @@ const tb_transport_ops tb__self_ops = {
     .cancel = self_cancel,
     .progress = self_progress,
     .fd = self_fd,
+    .fd_send = self_send_fds,
+    .fd_take = self_take_fds,
 };

@@ -149,7 +149,7 @@ static void unmap_ring(unsigned char **ring) {
     *ring = NULL;
 }
 
-/* Closes sockets, pidfd and rings. */
+/* Closes sockets, pidfd, rings, and descriptors that nobody has taken. */
 static void close_connection(shm *s, shm_peer *peer) {
     shm_link_close(s, &peer->out);
     if (peer->in)
@@ -162,6 +162,7 @@ static void close_connection(shm *s, shm_peer *peer) {
     peer->pidfd = -1;
     unmap_ring(&peer->ring_in);
     unmap_ring(&peer->ring_out);
+    shm_sent_fds_close(peer);
 }
 
 static void free_peer(shm *s, shm_peer *peer) {
@@ -303,7 +304,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
                        .probe_address = (uint64_t)(uintptr_t)&s->control->probe,
                        .probe = s->control->probe};
     int error = shm_link_try(&peer->out, &(shm_frame){.kind = SHM_HELLO, .serial = peer->number},
-                             &(struct iovec){&hello, sizeof hello}, 1, s->control_fd);
+                             &(struct iovec){&hello, sizeof hello}, 1, &s->control_fd, 1);
     if (error) {
         shm_link_close(s, &peer->out);
         return tb__fail(TB_LOST, "sending it a hello: %s", strerror(error));
@@ -424,7 +425,7 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     remove_unidentified(s, link);
     link->peer = peer;
     peer->in = link;
-    shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, -1);
+    shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, NULL, 0);
     return true;
 }
 
@@ -435,13 +436,12 @@ static void read_remaining_frames(shm *s, shm_peer *peer, bool is_out) {
         shm_link *link = is_out ? &peer->out : peer->in;
         shm_frame frame = {0};
         bool is_empty;
-        int fd;
+        shm_fds fds;
         if (!link || link->fd < 0)
             return;
-        ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fd, &is_empty);
-        is_good = !is_empty && n >= 0 && shm_on_frame(s, link, &frame, data, (size_t)n, fd);
-        if (fd >= 0)
-            close(fd);
+        ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fds, &is_empty);
+        is_good = !is_empty && n >= 0 && shm_on_frame(s, link, &frame, data, (size_t)n, &fds);
+        shm_fds_close(&fds);
     }
 }
 
@@ -460,17 +460,16 @@ static void read_link(shm *s, shm_link *link) {
     for (int i = 0; i < 64; i++) {
         shm_frame frame = {0};
         bool is_empty;
-        int fd;
+        shm_fds fds;
         shm_peer *peer = link->peer;
         if (!peer)
             shm_release_reserved(link);
-        ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fd, &is_empty);
+        ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fds, &is_empty);
         if (is_empty)
             return;
-        bool is_good = n >= 0 && (peer ? shm_on_frame(s, link, &frame, data, (size_t)n, fd)
-                                       : on_hello(s, link, &frame, data, (size_t)n, fd));
-        if (fd >= 0)
-            close(fd);
+        bool is_good = n >= 0 && (peer ? shm_on_frame(s, link, &frame, data, (size_t)n, &fds)
+                                       : on_hello(s, link, &frame, data, (size_t)n, shm_fds_only(&fds)));
+        shm_fds_close(&fds);
         if (is_good)
             continue;
         tb__saved_detail why = tb__save_detail();
@@ -568,4 +567,6 @@ const tb_transport_ops tb__shm_ops = {
     .progress = shm_progress,
     .fd = shm_fd,
     .disconnect = shm_disconnect,
+    .fd_send = shm_send_fds,
+    .fd_take = shm_take_fds,
 };

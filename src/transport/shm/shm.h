@@ -22,7 +22,7 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 5,
+    SHM_VERSION = 6,
     SHM_MAX_FRAME = 32 << 10,
     SHM_MAX_PIECES = 512,      /* of a long message; one with more goes through the ring */
     SHM_MAX_IOV = 1024,        /* limit of process_vm_readv */
@@ -32,10 +32,25 @@ enum {
     SHM_RING_SLOTS = 8,
     SHM_RING_SLOT_SIZE = 256 << 10,
     SHM_HELLO_FDS = 3, /* descriptors that a hello takes, beside the socket */
+    SHM_MAX_FDS = 250, /* descriptors of a frame; the kernel's limit is 253 */
 };
 
 /* Instead of a frame's descriptor: this process had none left for it. */
 enum { SHM_FD_LOST = -2 };
+
+/* The descriptors of a frame. */
+typedef struct shm_fds {
+    int item[SHM_MAX_FDS];
+    size_t count;
+    bool is_short; /* this process had too few left for them: there are none */
+} shm_fds;
+
+/* Descriptors that a peer has sent and nobody has taken yet. */
+typedef struct shm_sent_fds {
+    uint64_t id;
+    TB_VEC(int) fds;
+    bool is_short; /* some are missing */
+} shm_sent_fds;
 
 /* What a rank shares with its peers. */
 typedef struct shm_control {
@@ -61,6 +76,8 @@ typedef enum shm_kind {
     SHM_RING,    /* carries the ring's descriptor */
     SHM_RESEND,  /* back: serial: the file's descriptor was lost for lack of descriptors; the next export sends it again
                   */
+    SHM_FDS, /* serial: an id, under which the frame's descriptors can be taken, after those of earlier frames; slot:
+                1 if they are withdrawn instead */
     SHM_SHORTAGE, /* back: the connection is closed for lack of descriptors; nbytes: the limit */
 } shm_kind;
 
@@ -91,8 +108,9 @@ typedef struct shm_link {
     bool is_out, is_ready, wants_write;
     struct shm_queued {
         shm_frame frame;
-        int fd; /* to send with it, owned; -1: none */
-    } * queue;  /* small frames that wait for room in the socket */
+        int *fds; /* to send with it, owned */
+        size_t nfds;
+    } * queue; /* small frames that wait for room in the socket */
     size_t queue_count, queue_capacity;
     int reserved[SHM_HELLO_FDS]; /* before the hello: keeps descriptors free for it */
 } shm_link;
@@ -162,7 +180,8 @@ struct shm_peer {
     tb__waiters receiving; /* receives of a long message from it */
     size_t nremotes;       /* imported and not released */
     TB_VEC(shm_mapping *) mappings;
-    TB_VEC(uint64_t) sent; /* by slot: id of the file that it was sent */
+    TB_VEC(uint64_t) sent;    /* by slot: id of the file that it was sent */
+    TB_VEC(shm_sent_fds) fds; /* from it */
     unsigned char *ring_out, *ring_in;
     uint32_t ring_free; /* a bit per slot of ring_out */
 };
@@ -202,7 +221,7 @@ struct shm {
     char name[32];         /* of the listener, in the abstract namespace */
     shm_control *control;
     int control_fd;
-    uint64_t next_serial, next_epoch, next_file;
+    uint64_t next_serial, next_epoch, next_file, next_fds;
     uint32_t next_message; /* where the search for a free message word starts */
     TB_VEC(shm_registration) memory;
     uint32_t memory_free;            /* the first free number + 1; 0: none */
@@ -218,16 +237,30 @@ struct shm {
 
 /* shm_wire.c: frames on sockets. A link that breaks loses its peer. */
 tb_status shm_link_watch(shm *s, shm_link *link);
-/* Sends now, or queues; takes ownership of `fd`. */
-void shm_link_send(shm *s, shm_link *link, const shm_frame *frame, int fd);
+/* Sends now, or queues; takes ownership of the descriptors. */
+void shm_link_send(shm *s, shm_link *link, const shm_frame *frame, const int *fds, size_t nfds);
+/* The same, but the caller keeps its descriptors: those of a frame that has to wait are duplicated. */
+tb_status shm_link_send_copies(shm *s, shm_link *link, const shm_frame *frame, const int *fds, size_t nfds);
 /* Sends a frame with data. 0: sent; EAGAIN: no room in the socket; else an errno. */
-int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *data, size_t ndata, int fd);
+int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *data, size_t ndata, const int *fds,
+                 size_t nfds);
 void shm_link_flush(shm *s, shm_link *link);
 void shm_link_want_write(shm *s, shm_link *link, bool wants);
 void shm_link_close(shm *s, shm_link *link);
-/* Receives a frame; returns the size of its data, 0 with *is_empty if there is none, -1 if the link is broken. *fd is
- * its descriptor, -1 for none, or SHM_FD_LOST. */
-ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t room, int *fd, bool *is_empty);
+/* Receives a frame; returns the size of its data, 0 with *is_empty if there is none, -1 if the link is broken. The
+ * caller closes *fds. */
+ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t room, shm_fds *fds, bool *is_empty);
+void shm_fds_close(shm_fds *fds);
+/* The descriptor of a frame that has one; -1: it has none, or several; or SHM_FD_LOST. */
+static inline int shm_fds_only(const shm_fds *fds) {
+    return fds->is_short ? SHM_FD_LOST : fds->count == 1 ? fds->item[0] : -1;
+}
+
+/* shm_fds.c: descriptors for layers above. */
+tb_status shm_send_fds(void *context, int32_t peer, const int *fds, size_t nfds, uint64_t *id);
+tb_status shm_take_fds(void *context, int32_t peer, uint64_t id, int *fds, size_t nfds);
+bool shm_on_fds(shm_peer *peer, const shm_frame *frame, shm_fds *fds); /* takes the descriptors */
+void shm_sent_fds_close(shm_peer *peer);
 
 /* shm_message.c: sends and receives. */
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
@@ -236,7 +269,8 @@ void shm_send_queued(shm *s, shm_peer *peer); /* as far as the socket has room *
 void shm_fill_ring(shm *s, shm_peer *peer);   /* with the next bytes of long sends */
 bool shm_read_slices(shm *s);                 /* true: there is more */
 /* Handles a frame of a peer. False: it is not valid, or the peer was lost. */
-bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd);
+bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes,
+                  shm_fds *fds);
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status);
 
 /* shm_memory.c */

@@ -109,7 +109,7 @@ void shm_file_drop(shm *s, shm_file *file) {
     for (size_t i = 0; i < s->peers.count; i++) {
         shm_peer *peer = s->peers.item[i];
         if (is_sent(peer, file))
-            shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FORGET, .serial = file->id}, -1);
+            shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FORGET, .serial = file->id}, NULL, 0);
     }
     free_file(s, file);
 }
@@ -121,13 +121,7 @@ tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer) {
         if (!tb__vec_push(&peer->sent, 0))
             return TB_NO_MEMORY;
     }
-    shm_frame frame = {.kind = SHM_FILE, .serial = file->id};
-    if (peer->out.queue_count > 0 || shm_link_try(&peer->out, &frame, NULL, 0, file->fd) != 0) {
-        int fd = fcntl(file->fd, F_DUPFD_CLOEXEC, 0); /* the file may be closed before it is sent */
-        if (fd < 0)
-            return tb__fail(TB_IO, "memory's descriptor: %s", tb__errno_text(errno));
-        shm_link_send(s, &peer->out, &frame, fd);
-    }
+    TB_TRY(shm_link_send_copies(s, &peer->out, &(shm_frame){.kind = SHM_FILE, .serial = file->id}, &file->fd, 1));
     peer->sent.item[file->slot] = file->id;
     return TB_OK;
 }
@@ -160,7 +154,7 @@ static void record_shortage(shm_peer *peer, shm_mapping *mapping) {
     mapping->error = EMFILE;
     tb__log(TB_LOG_WARN, "memory of rank %" PRId32 " can't be mapped, and will be sent: %s", peer->rank,
             tb__errno_text(EMFILE));
-    shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_RESEND, .serial = mapping->file}, -1);
+    shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_RESEND, .serial = mapping->file}, NULL, 0);
 }
 
 bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {

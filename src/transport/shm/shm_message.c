@@ -43,7 +43,7 @@ static int send_short(shm_peer *peer, const shm_posted *p) {
     unsigned char data[TB_SHORT_MAX];
     shm_frame frame = {.kind = SHM_MESSAGE, .is_expected = p->op->is_expected, .tag = p->op->tag, .nbytes = p->nbytes};
     tb__pieces_gather(p->op->pieces, p->op->npieces, 0, data, p->nbytes);
-    return shm_link_try(&peer->out, &frame, &(struct iovec){data, p->nbytes}, 1, -1);
+    return shm_link_try(&peer->out, &frame, &(struct iovec){data, p->nbytes}, 1, NULL, 0);
 }
 
 static int send_long(shm *s, shm_peer *peer, shm_posted *p) {
@@ -55,7 +55,7 @@ static int send_long(shm *s, shm_peer *peer, shm_posted *p) {
     if (!take_word(s, p))
         return EAGAIN;
     shm_frame frame = {.kind = SHM_LONG, .slot = p->slot, .serial = p->serial, .tag = p->op->tag, .nbytes = p->nbytes};
-    int error = shm_link_try(&peer->out, &frame, &(struct iovec){pieces, count * sizeof *pieces}, 1, -1);
+    int error = shm_link_try(&peer->out, &frame, &(struct iovec){pieces, count * sizeof *pieces}, 1, NULL, 0);
     if (error)
         free_word(s, p);
     return error;
@@ -104,7 +104,7 @@ static bool make_ring(shm *s, shm_peer *peer) {
     }
     peer->ring_free = (1U << SHM_RING_SLOTS) - 1;
     (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); /* the peer adds the seal, too */
-    shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_RING}, fd);
+    shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_RING}, &fd, 1);
     return true;
 }
 
@@ -123,7 +123,7 @@ void shm_fill_ring(shm *s, shm_peer *peer) {
             peer->ring_free &= ~(1U << slot);
             p->at += n;
             shm_frame frame = {.kind = SHM_CHUNK, .slot = slot, .serial = p->serial, .nbytes = n};
-            shm_link_send(s, &peer->out, &frame, -1);
+            shm_link_send(s, &peer->out, &frame, NULL, 0);
         }
     }
 }
@@ -144,7 +144,7 @@ static void on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
 
 static void send_done(shm *s, shm_peer *peer, uint64_t serial, tb_status status) {
     if (peer->in)
-        shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_DONE, .serial = serial, .tag = (uint64_t)-status}, -1);
+        shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_DONE, .serial = serial, .tag = (uint64_t)-status}, NULL, 0);
 }
 
 static void stop_receiving(shm *s, shm_posted *p) {
@@ -270,7 +270,7 @@ static bool on_chunk(shm *s, shm_peer *peer, const shm_frame *frame) {
                            peer->ring_in + (size_t)frame->slot * SHM_RING_SLOT_SIZE, frame->nbytes);
         p->at += frame->nbytes;
     }
-    shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_CREDIT, .slot = frame->slot}, -1);
+    shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_CREDIT, .slot = frame->slot}, NULL, 0);
     if (p && p->at == p->op->nbytes)
         complete_receive(s, p);
     return true;
@@ -304,9 +304,11 @@ tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
     return TB_OK;
 }
 
-bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
+bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes,
+                  shm_fds *fds) {
     tb__set_detail("it sent an invalid frame of kind %u with %zu bytes of data", (unsigned)frame->kind, nbytes);
     shm_peer *peer = link->peer;
+    int fd = shm_fds_only(fds);
     char why[96];
     if (link->is_out) {
         switch ((shm_kind)frame->kind) {
@@ -347,6 +349,8 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
         return on_chunk(s, peer, frame);
     case SHM_FILE:
         return shm_on_file(peer, frame, fd);
+    case SHM_FDS:
+        return shm_on_fds(peer, frame, fds);
     case SHM_FORGET:
         shm_on_forget(peer, frame);
         return true;
@@ -376,7 +380,7 @@ static void cancel_send(shm *s, shm_posted *p) {
     free_word(s, p);
     p->op->status = is_revoked ? TB_CANCELLED : TB_OK; /* TB_OK: the receiver had completed it before */
     if (is_revoked)
-        shm_link_send(s, &p->peer->out, &(shm_frame){.kind = SHM_REVOKE, .serial = p->serial}, -1);
+        shm_link_send(s, &p->peer->out, &(shm_frame){.kind = SHM_REVOKE, .serial = p->serial}, NULL, 0);
 }
 
 static void cancel_receive(shm *s, shm_posted *p) {

@@ -24,7 +24,7 @@ void shm_retry_later(shm *s, const char *what, int error) {
 }
 
 void shm_tell_shortage(shm *s, shm_link *link) {
-    shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, -1);
+    shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, NULL, 0);
 }
 
 void shm_lose_by_shortage(shm *s, shm_peer *peer) {

@@ -188,11 +188,43 @@ static void a_ring_that_can_not_be_received(void **state) {
     close_both(&a, &b);
 }
 
+/* Also where some of them could be received. */
+static void descriptors_that_can_not_be_received(void **state) {
+    (void)state;
+    enum { NFDS = 5 };
+    side a, b;
+    message m;
+    char number[64];
+    int fds[NFDS], got[NFDS];
+    snprintf(number, sizeof number, "RLIMIT_NOFILE is %d", LIMIT);
+    for (int nfree = 0; nfree < NFDS; nfree++) {
+        uint64_t id;
+        meet_denied(&a, &b);
+        for (int i = 0; i < NFDS; i++)
+            fds[i] = STDERR_FILENO;
+        exhaust();
+        for (int i = 0; i < nfree; i++)
+            close(taken[--ntaken]);
+        int before = ntaken;
+        assert_int_equal(a.t.ops->fd_send(a.t.context, b.rank, fds, NFDS, &id), TB_OK);
+        post(&m, &a, &b, 100);
+        arrives(&m, &a, &b);
+        assert_int_equal(b.t.ops->fd_take(b.t.context, a.rank, id, got, NFDS), TB_IO);
+        assert_non_null(strstr(tb_error_detail(), number));
+        exhaust();
+        assert_int_equal(ntaken, before + nfree); /* none was kept */
+        relieve();
+        drop(&m);
+        close_both(&a, &b);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(accepting_waits),
         cmocka_unit_test(a_ring_is_made_later),
         cmocka_unit_test(a_ring_that_can_not_be_received),
+        cmocka_unit_test(descriptors_that_can_not_be_received),
     };
     setrlimit(RLIMIT_NOFILE, &(struct rlimit){LIMIT, LIMIT});
     return cmocka_run_group_tests(tests, NULL, NULL);

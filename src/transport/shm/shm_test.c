@@ -412,7 +412,7 @@ static void bad_memory_is_refused(void **state) {
     assert_non_null(strstr(tb_error_detail(), "unregistered"));
     shm_peer *peer = shm_find(e.b.context, e.rank_a);
     int unsealed = dup(open_fd); /* as if b did not look */
-    shm_link_send(e.b.context, &peer->out, &(shm_frame){.kind = SHM_FILE, .serial = 99}, unsealed);
+    shm_link_send(e.b.context, &peer->out, &(shm_frame){.kind = SHM_FILE, .serial = 99}, &unsealed, 1);
     for (int i = 0; i < 60 && !shm_find(e.a.context, e.rank_b)->is_lost; i++) {
         struct pollfd wait = {.fd = e.a.ops->fd(e.a.context), .events = POLLIN};
         poll(&wait, 1, 1000);
@@ -437,9 +437,9 @@ static bool send_ring(endpoints *e, int fd, char *why, size_t room) {
     shm_peer *peer = shm_find(e->b.context, e->rank_a), *there = shm_find(e->a.context, e->rank_b);
     shm_frame message = {.kind = SHM_LONG, .tag = 7, .serial = 1, .nbytes = sizeof large};
     shm_frame chunk = {.kind = SHM_CHUNK, .slot = SHM_RING_SLOTS - 1, .serial = 1, .nbytes = sizeof large};
-    shm_link_send(e->b.context, &peer->out, &(shm_frame){.kind = SHM_RING}, dup(fd));
-    shm_link_send(e->b.context, &peer->out, &message, -1);
-    shm_link_send(e->b.context, &peer->out, &chunk, -1);
+    shm_link_send(e->b.context, &peer->out, &(shm_frame){.kind = SHM_RING}, (int[]){dup(fd)}, 1);
+    shm_link_send(e->b.context, &peer->out, &message, NULL, 0);
+    shm_link_send(e->b.context, &peer->out, &chunk, NULL, 0);
     for (int i = 0; i < 60 && !there->ring_in && !there->is_lost; i++) {
         struct pollfd wait = {.fd = e->a.ops->fd(e->a.context), .events = POLLIN};
         poll(&wait, 1, 1000);

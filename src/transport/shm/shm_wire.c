@@ -1,7 +1,10 @@
 /* Frames on Unix sockets of type SOCK_SEQPACKET, with file descriptors. */
 #include "transport/shm/shm.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -25,26 +28,28 @@ void shm_link_want_write(shm *s, shm_link *link, bool wants) {
     set_events(s, link, EPOLL_CTL_MOD);
 }
 
-int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *data, size_t ndata, int fd) {
+int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *data, size_t ndata, const int *fds,
+                 size_t nfds) {
     struct iovec parts[SHM_MAX_PIECES + 1];
     parts[0] = (struct iovec){(void *)frame, sizeof *frame};
-    if (ndata > SHM_MAX_PIECES)
+    if (ndata > SHM_MAX_PIECES || nfds > SHM_MAX_FDS)
         return EINVAL;
     if (ndata)
         memcpy(parts + 1, data, ndata * sizeof *data);
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = ndata + 1};
     union {
-        char bytes[CMSG_SPACE(sizeof(int))];
+        char bytes[CMSG_SPACE(SHM_MAX_FDS * sizeof(int))];
         struct cmsghdr align;
-    } control = {0};
-    if (fd >= 0) {
+    } control;
+    if (nfds > 0) {
         message.msg_control = control.bytes;
-        message.msg_controllen = sizeof control.bytes;
+        message.msg_controllen = CMSG_SPACE(nfds * sizeof *fds);
+        memset(control.bytes, 0, message.msg_controllen);
         struct cmsghdr *c = CMSG_FIRSTHDR(&message);
         c->cmsg_level = SOL_SOCKET;
         c->cmsg_type = SCM_RIGHTS;
-        c->cmsg_len = CMSG_LEN(sizeof fd);
-        memcpy(CMSG_DATA(c), &fd, sizeof fd);
+        c->cmsg_len = CMSG_LEN(nfds * sizeof *fds);
+        memcpy(CMSG_DATA(c), fds, nfds * sizeof *fds);
     }
     ssize_t n;
     do {
@@ -52,38 +57,72 @@ int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *dat
     } while (n < 0 && errno == EINTR);
     if (n >= 0)
         return 0;
-    return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS ? EAGAIN : errno;
+    /* ETOOMANYREFS: more descriptors are on their way than the process may have open. */
+    return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == ETOOMANYREFS ? EAGAIN : errno;
 }
 
-static bool enqueue_frame(shm_link *link, const shm_frame *frame, int fd) {
-    if (link->queue_count == link->queue_capacity &&
-        !tb__vec_grow((void **)&link->queue, &link->queue_capacity, link->queue_count + 1, sizeof *link->queue))
-        return false;
-    link->queue[link->queue_count++] = (struct shm_queued){*frame, fd};
-    return true;
+static void close_all(const int *fds, size_t nfds) {
+    for (size_t i = 0; i < nfds; i++)
+        close(fds[i]);
 }
 
-void shm_link_send(shm *s, shm_link *link, const shm_frame *frame, int fd) {
+void shm_fds_close(shm_fds *fds) {
+    close_all(fds->item, fds->count);
+    fds->count = 0;
+}
+
+static bool enqueue_frame(shm_link *link, const shm_frame *frame, const int *fds, size_t nfds) {
+    int *copy = nfds ? tb__memdup(fds, nfds, sizeof *fds) : NULL;
+    bool has_room = (copy || nfds == 0) && (link->queue_count < link->queue_capacity ||
+                                            tb__vec_grow((void **)&link->queue, &link->queue_capacity,
+                                                         link->queue_count + 1, sizeof *link->queue));
+    if (has_room)
+        link->queue[link->queue_count++] = (struct shm_queued){*frame, copy, nfds};
+    else
+        free(copy);
+    return has_room;
+}
+
+static void free_queued(struct shm_queued *q) {
+    close_all(q->fds, q->nfds);
+    free(q->fds);
+}
+
+void shm_link_send(shm *s, shm_link *link, const shm_frame *frame, const int *fds, size_t nfds) {
     int error = EAGAIN;
     if (link->fd >= 0 && link->queue_count == 0)
-        error = shm_link_try(link, frame, NULL, 0, fd);
-    if (error == EAGAIN && link->fd >= 0 && enqueue_frame(link, frame, fd)) {
+        error = shm_link_try(link, frame, NULL, 0, fds, nfds);
+    if (error == EAGAIN && link->fd >= 0 && enqueue_frame(link, frame, fds, nfds)) {
         shm_link_want_write(s, link, true);
         return;
     }
-    if (fd >= 0)
-        close(fd);
+    close_all(fds, nfds);
     /* Any other error breaks the socket, which epoll reports. */
+}
+
+tb_status shm_link_send_copies(shm *s, shm_link *link, const shm_frame *frame, const int *fds, size_t nfds) {
+    int copies[SHM_MAX_FDS];
+    if (link->queue_count == 0 && shm_link_try(link, frame, NULL, 0, fds, nfds) == 0)
+        return TB_OK;
+    for (size_t i = 0; i < nfds; i++) {
+        copies[i] = fcntl(fds[i], F_DUPFD_CLOEXEC, 0); /* it may be closed before it is sent */
+        if (copies[i] < 0) {
+            tb_status status = tb__fail(TB_IO, "duplicating a descriptor to send: %s", tb__errno_text(errno));
+            close_all(copies, i);
+            return status;
+        }
+    }
+    shm_link_send(s, link, frame, copies, nfds);
+    return TB_OK;
 }
 
 void shm_link_flush(shm *s, shm_link *link) {
     size_t sent = 0;
     while (sent < link->queue_count) {
         struct shm_queued *q = &link->queue[sent];
-        if (shm_link_try(link, &q->frame, NULL, 0, q->fd) == EAGAIN)
+        if (shm_link_try(link, &q->frame, NULL, 0, q->fds, q->nfds) == EAGAIN)
             break;
-        if (q->fd >= 0)
-            close(q->fd);
+        free_queued(q);
         sent++;
     }
     link->queue_count -= sent;
@@ -93,10 +132,8 @@ void shm_link_flush(shm *s, shm_link *link) {
 }
 
 void shm_link_close(shm *s, shm_link *link) {
-    for (size_t i = 0; i < link->queue_count; i++) {
-        if (link->queue[i].fd >= 0)
-            close(link->queue[i].fd);
-    }
+    for (size_t i = 0; i < link->queue_count; i++)
+        free_queued(&link->queue[i]);
     free(link->queue);
     link->queue = NULL;
     link->queue_count = link->queue_capacity = 0;
@@ -107,17 +144,29 @@ void shm_link_close(shm *s, shm_link *link) {
     link->fd = -1;
 }
 
-ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t room, int *fd, bool *is_empty) {
+/* The descriptors that came with a message. */
+static void collect_fds(struct msghdr *message, shm_fds *fds) {
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR(message, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+            continue;
+        size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); /* the buffer has room for SHM_MAX_FDS */
+        memcpy(fds->item + fds->count, CMSG_DATA(c), count * sizeof(int));
+        fds->count += count;
+    }
+}
+
+ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t room, shm_fds *fds, bool *is_empty) {
     struct iovec parts[2] = {{frame, sizeof *frame}, {data, room}};
     union {
-        char bytes[CMSG_SPACE(4 * sizeof(int))];
+        char bytes[CMSG_SPACE(SHM_MAX_FDS * sizeof(int))];
         struct cmsghdr align;
     } control;
     struct msghdr message = {
         .msg_iov = parts, .msg_iovlen = 2, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
     ssize_t n;
     *is_empty = false;
-    *fd = -1;
+    fds->count = 0;
+    fds->is_short = false;
     do {
         n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     } while (n < 0 && errno == EINTR);
@@ -127,24 +176,12 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
         *is_empty = true;
         return 0;
     }
+    if (n > 0)
+        collect_fds(&message, fds);
     /* The kernel drops descriptors that exceed the process's limit; the frame itself is valid. */
-    bool is_short = message.msg_flags & MSG_CTRUNC && n > 0 && !CMSG_FIRSTHDR(&message);
-    bool is_good = n >= (ssize_t)sizeof *frame && !(message.msg_flags & MSG_TRUNC) &&
-                   (is_short || !(message.msg_flags & MSG_CTRUNC));
-    for (struct cmsghdr *c = n > 0 ? CMSG_FIRSTHDR(&message) : NULL; c; c = CMSG_NXTHDR(&message, c)) {
-        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
-            continue;
-        size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-        for (size_t i = 0; i < count; i++) { /* one is expected; others are closed */
-            int got;
-            memcpy(&got, CMSG_DATA(c) + i * sizeof got, sizeof got);
-            if (is_good && *fd < 0)
-                *fd = got;
-            else
-                close(got);
-        }
-    }
-    if (is_short)
-        *fd = SHM_FD_LOST;
+    fds->is_short = n > 0 && message.msg_flags & MSG_CTRUNC;
+    bool is_good = n >= (ssize_t)sizeof *frame && !(message.msg_flags & MSG_TRUNC);
+    if (fds->is_short || !is_good)
+        shm_fds_close(fds);
     return is_good ? n - (ssize_t)sizeof *frame : -1;
 }

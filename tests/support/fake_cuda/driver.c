@@ -385,8 +385,11 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     return CUDA_SUCCESS;
 }
 
+/* By which a program may ask whether there is one. */
 CUresult cuCtxGetDevice(CUdevice *device) {
-    ENTER(NEEDS_CONTEXT);
+    ENTER(NEEDS_INIT);
+    if (thread.count == 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
     *device = current_gpu()->ordinal;
     return CUDA_SUCCESS;
 }

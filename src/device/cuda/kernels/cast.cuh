@@ -8,10 +8,12 @@ template <int SS, int DS> struct slot_of {
     enum { N = 16 / (SS > DS ? SS : DS), SRC_WORDS = N * SS / 4, DST_WORDS = N * DS / 4 };
 };
 
-/* N elements of a row, of which n exist. The others, and those of an empty row, are zero. */
-template <int SS, int N> INLINE void load_slot(const char *from, int64_t n, bool is_aligned, uint32_t *w) {
+/* N elements of a row, of which n exist. The others, and those of an empty row, are zero. IS_WHOLE: all exist and are
+ * aligned, so that loads need no branches and all of a thread's are under way together. */
+template <int SS, int N, bool IS_WHOLE>
+INLINE void load_slot(const char *from, int64_t n, bool is_aligned, uint32_t *w) {
     words<N * SS / 4> v;
-    if (is_aligned && n >= N) {
+    if (IS_WHOLE || (is_aligned && n >= N)) {
         v = load_words<N * SS / 4>(from);
     } else {
         uint4 some = load_bytes(from, n < N ? (int)n * SS : N * SS);
@@ -25,9 +27,10 @@ template <int SS, int N> INLINE void load_slot(const char *from, int64_t n, bool
         w[i] = v.w[i];
 }
 
-template <int DS, int N> INLINE void store_slot(char *to, int64_t n, bool is_aligned, const uint32_t *w) {
+template <int DS, int N, bool IS_WHOLE>
+INLINE void store_slot(char *to, int64_t n, bool is_aligned, const uint32_t *w) {
     enum { W = N * DS / 4 };
-    if (is_aligned && n >= N) {
+    if (IS_WHOLE || (is_aligned && n >= N)) {
         words<W> v;
 #pragma unroll
         for (int i = 0; i < W; i++)
@@ -40,17 +43,21 @@ template <int DS, int N> INLINE void store_slot(char *to, int64_t n, bool is_ali
     }
 }
 
-template <int SS, int DS, int TILE> INLINE void cast_tile(args_ref a) {
+/* Whether all slots of a tile exist, and are aligned and full. */
+INLINE bool is_tile_whole(args_ref a, const tb__cuda_box *box, uint32_t end, int n) {
+    return is_src_aligned(a, box->flags) && is_dst_aligned(a, box->flags) && end <= box->nslots &&
+           box->run == (int64_t)box->per_row.by * n;
+}
+
+template <int SS, int DS, int TILE, bool IS_WHOLE>
+INLINE void cast_slots(args_ref a, const tb__cuda_box *box, uint32_t first) {
     enum {
         N = slot_of<SS, DS>::N,
         STEP = TILE / 128,
         SW = slot_of<SS, DS>::SRC_WORDS,
         DW = slot_of<SS, DS>::DST_WORDS
     };
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
-    uint32_t nslots = box->nslots, first = tile.tile * TILE + threadIdx.x;
-    uint32_t src_dtype = box->src_dtype, wire_dtype = box->wire_dtype, dst_dtype = box->dst_dtype;
+    uint32_t nslots = box->nslots, src_dtype = box->src_dtype, wire_dtype = box->wire_dtype, dst_dtype = box->dst_dtype;
     const tb__cuda_divisor per_row = box->per_row;
     bool src_aligned = is_src_aligned(a, box->flags), dst_aligned = is_dst_aligned(a, box->flags);
     bool has_wire = box->has_wire;
@@ -62,18 +69,18 @@ template <int SS, int DS, int TILE> INLINE void cast_tile(args_ref a) {
     for (int i = 0; i < STEP; i++) {
         uint32_t slot = first + 128 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
         left[i] = 0;
-        if (slot < nslots) {
+        if (IS_WHOLE || slot < nslots) {
             places at = find_row(a, box, row);
             to[i] = at.dst + (uint64_t)j * (N * DS);
             left[i] = run - (int64_t)j * N;
-            load_slot<SS, N>(at.src + (uint64_t)j * (N * SS), left[i], src_aligned, in[i]);
+            load_slot<SS, N, IS_WHOLE>(at.src + (uint64_t)j * (N * SS), left[i], src_aligned, in[i]);
         }
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         float x[N];
         uint32_t out[DW];
-        if (left[i] <= 0)
+        if (!IS_WHOLE && left[i] <= 0)
             continue;
         widen<SS, N>(src_dtype, in[i], x);
         if (has_nan<N>(x)) {
@@ -87,8 +94,18 @@ template <int SS, int DS, int TILE> INLINE void cast_tile(args_ref a) {
                 round_through<N>(wire_dtype, x);
             narrow<DS, N>(dst_dtype, x, out);
         }
-        store_slot<DS, N>(to[i], left[i], dst_aligned, out);
+        store_slot<DS, N, IS_WHOLE>(to[i], left[i], dst_aligned, out);
     }
+}
+
+template <int SS, int DS, int TILE> INLINE void cast_tile(args_ref a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * TILE + threadIdx.x;
+    if (is_tile_whole(a, box, (tile.tile + 1) * TILE, slot_of<SS, DS>::N))
+        cast_slots<SS, DS, TILE, true>(a, box, first);
+    else
+        cast_slots<SS, DS, TILE, false>(a, box, first);
 }
 
 #define CAST(SS, DS, TILE)                                                                                             \
@@ -145,11 +162,9 @@ template <int N> INLINE void apply_all(uint32_t op, float *acc, const float *x) 
     }
 }
 
-template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
+template <int SS, int DS, bool IS_WHOLE> INLINE void reduce_slots(args_ref a, const tb__cuda_box *box, uint32_t first) {
     enum { N = slot_of<SS, DS>::N, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS };
     enum { STEP = 2, AT_ONCE = 4 }; /* slots of a thread, and sources that are loaded before they are combined */
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
     uint32_t nslots = box->nslots, nsrc = box->nsrc, op = box->op, src_dtype = box->src_dtype;
     const tb__cuda_divisor per_row = box->per_row;
     bool src_aligned = is_src_aligned(a, box->flags), dst_aligned = is_dst_aligned(a, box->flags);
@@ -159,7 +174,7 @@ template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
     float acc[STEP][N];
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = tile.tile * 256 + threadIdx.x + 128 * i;
+        uint32_t slot = first + 128 * i;
         row[i] = divide(slot, per_row);
         j[i] = slot - row[i] * per_row.by;
         left[i] = slot < nslots ? box->run - (int64_t)j[i] * N : 0;
@@ -170,7 +185,7 @@ template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
         for (int s = 0; s < AT_ONCE; s++) {
 #pragma unroll
             for (int i = 0; i < STEP; i++) {
-                if (k + s >= nsrc || left[i] <= 0)
+                if (k + s >= nsrc || (!IS_WHOLE && left[i] <= 0))
                     continue;
                 const char *from;
                 if (k + s == 0) {
@@ -180,14 +195,14 @@ template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
                 } else {
                     from = find_source_row(a, box, k + s, row[i]);
                 }
-                load_slot<SS, N>(from + (uint64_t)j[i] * (N * SS), left[i], src_aligned, in[s][i]);
+                load_slot<SS, N, IS_WHOLE>(from + (uint64_t)j[i] * (N * SS), left[i], src_aligned, in[s][i]);
             }
         }
 #pragma unroll
         for (int s = 0; s < AT_ONCE; s++) {
 #pragma unroll
             for (int i = 0; i < STEP; i++) {
-                if (k + s >= nsrc || left[i] <= 0)
+                if (k + s >= nsrc || (!IS_WHOLE && left[i] <= 0))
                     continue;
                 float x[N];
                 widen<SS, N>(src_dtype, in[s][i], x);
@@ -205,7 +220,7 @@ template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         uint32_t out[DW];
-        if (left[i] <= 0)
+        if (!IS_WHOLE && left[i] <= 0)
             continue;
         if (divisor > 0) {
 #pragma unroll
@@ -223,8 +238,18 @@ template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
                 round_through<N>(box->wire_dtype, acc[i]);
             narrow<DS, N>(box->dst_dtype, acc[i], out);
         }
-        store_slot<DS, N>(to[i] + (uint64_t)j[i] * (N * DS), left[i], dst_aligned, out);
+        store_slot<DS, N, IS_WHOLE>(to[i] + (uint64_t)j[i] * (N * DS), left[i], dst_aligned, out);
     }
+}
+
+template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * 256 + threadIdx.x;
+    if (is_tile_whole(a, box, (tile.tile + 1) * 256, slot_of<SS, DS>::N))
+        reduce_slots<SS, DS, true>(a, box, first);
+    else
+        reduce_slots<SS, DS, false>(a, box, first);
 }
 
 #define REDUCE(SS, DS)                                                                                                 \

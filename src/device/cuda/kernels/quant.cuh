@@ -22,27 +22,32 @@ template <int N> INLINE uint32_t largest(const float *x) {
 
 /* Notes the first element that is not finite, among N from a column on. */
 template <int N>
-static __device__ __noinline__ void record_bad(tb__cuda_result *result, const tb__cuda_matrix *m, const float *x,
-                                               uint32_t row, int64_t column) {
+static __device__ __noinline__ void record_bad(tb__cuda_result *result, const float *x, int64_t columns, uint32_t row,
+                                               int64_t column) {
     for (int i = N - 1; i >= 0; i--) {
         if ((bits_of(x[i]) & F32_ABS) >= F32_INF)
-            atomicMin((unsigned long long *)&result->bad, (unsigned long long)((int64_t)row * m->columns + column + i));
+            atomicMin((unsigned long long *)&result->bad, (unsigned long long)((int64_t)row * columns + column + i));
     }
 }
 
-INLINE tb__cuda_result *result_of(args_ref a, const tb__cuda_matrix *m) {
-    return (tb__cuda_result *)a.results + m->result;
+INLINE tb__cuda_result *result_of(args_ref a, const tb__cuda_matrix &m) {
+    return (tb__cuda_result *)a.results + m.result;
 }
 
 /* The scale of the tensor. False: it is none, which the result says. */
-INLINE bool find_scale(args_ref a, const tb__cuda_matrix *m, float *scale) {
+INLINE bool find_scale(args_ref a, const tb__cuda_matrix &m, float *scale) {
     tb__cuda_result *result = result_of(a, m);
-    *scale = m->scale ? *(const float *)m->scale : result->scale;
+    *scale = m.scale ? *(const float *)m.scale : result->scale;
     if (*scale > 0 && bits_of(*scale) < F32_INF)
         return true;
     result->bad_scale = bits_of(*scale);
     result->has_bad_scale = 1;
     return false;
+}
+
+/* Whether all slots of a tile of flat rows exist, and are full; `n` elements each. */
+INLINE bool is_tile_full(const tb__cuda_matrix &m, uint32_t end, int n) {
+    return end <= m.nslots && m.columns == (int64_t)m.per_row.by * n;
 }
 
 /* ---- Division ---------------------------------------------------------------------------------------------------- */
@@ -106,12 +111,12 @@ INLINE float fp8_scale(uint32_t amax, bool is_power_of_two) {
 }
 
 /* Where the scale byte of a row and block is. */
-INLINE uint64_t scale_place(const tb__cuda_matrix *m, int64_t row, int64_t column) {
-    if (m->flags & TB__CUDA_SWIZZLED) {
-        int64_t tile = row / 128 * ((m->scale_columns + 3) / 4) + column / 4;
+INLINE uint64_t scale_place(const tb__cuda_matrix &m, int64_t row, int64_t column) {
+    if (m.flags & TB__CUDA_SWIZZLED) {
+        int64_t tile = row / 128 * ((m.scale_columns + 3) / 4) + column / 4;
         return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
     }
-    return row * m->scale_columns + column;
+    return row * m.scale_columns + column;
 }
 
 /* ---- mxfp8 and nvfp4: a byte to a block of a row ----------------------------------------------------------------- */
@@ -157,29 +162,28 @@ template <int N> INLINE uint32_t make_nvfp4(uint32_t most, float global, float *
 }
 
 /* SIZE: bytes of an element. A row takes whole blocks, with the padding of scales in tiles. */
-template <int SIZE, bool IS_MXFP8> INLINE void quantise_tile(args_ref a) {
+template <int SIZE, bool IS_MXFP8, bool IS_WHOLE>
+INLINE void quantise_slots(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
     enum { N = 16 / SIZE, BLOCK = IS_MXFP8 ? MXFP8_BLOCK : NVFP4_BLOCK, LANES = BLOCK / N, STEP = 4 };
     enum { OUT = IS_MXFP8 ? N : N / 2, OUT_WORDS = (OUT + 3) / 4 }; /* bytes */
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_matrix *m = (const tb__cuda_matrix *)heap_at(a, tile.place);
-    uint32_t nrows = m->nrows, dtype = m->dtype;
-    const tb__cuda_divisor per_row = m->per_row;
-    int64_t columns = m->columns, row_step = m->row_step, data_step = m->data_step, scale_columns = m->scale_columns;
-    const char *src = (const char *)(m->rows_at + src_base(a, m->flags));
-    char *data = (char *)(m->data + dst_base(a, m->flags));
-    uint8_t *scales = (uint8_t *)(m->scales + dst_base(a, m->flags));
-    bool src_aligned = is_src_aligned(a, m->flags), dst_aligned = is_dst_aligned(a, m->flags);
+    uint32_t nrows = m.nrows, dtype = m.dtype;
+    const tb__cuda_divisor per_row = m.per_row;
+    int64_t columns = m.columns, row_step = m.row_step, data_step = m.data_step, scale_columns = m.scale_columns;
+    const char *src = (const char *)(m.rows_at + src_base(a, m.flags));
+    char *data = (char *)(m.data + dst_base(a, m.flags));
+    uint8_t *scales = (uint8_t *)(m.scales + dst_base(a, m.flags));
+    bool src_aligned = is_src_aligned(a, m.flags), dst_aligned = is_dst_aligned(a, m.flags);
     float global = 1;
     if (!IS_MXFP8 && !find_scale(a, m, &global))
         return;
-    uint32_t in[STEP][4], row[STEP], block[STEP], first = tile.tile * (128 * STEP) + threadIdx.x, sub = first % LANES;
+    uint32_t in[STEP][4], row[STEP], block[STEP], sub = first % LANES;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         uint32_t which = (first + 128 * i) / LANES;
         row[i] = divide(which, per_row);
         block[i] = which - row[i] * per_row.by;
         int64_t column = (int64_t)block[i] * BLOCK + sub * N, n = row[i] < nrows ? columns - column : 0;
-        load_slot<SIZE, N>(src + row[i] * row_step + column * SIZE, n, src_aligned, in[i]);
+        load_slot<SIZE, N, IS_WHOLE>(src + row[i] * row_step + column * SIZE, n, src_aligned, in[i]);
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
@@ -192,19 +196,19 @@ template <int SIZE, bool IS_MXFP8> INLINE void quantise_tile(args_ref a) {
         for (int k = 1; k < LANES; k *= 2)
             most = larger(most, __shfl_xor_sync(~0U, most, k));
         if (most >= F32_INF) {
-            record_bad<N>(result_of(a, m), m, x, row[i], column);
+            record_bad<N>(result_of(a, m), x, m.columns, row[i], column);
             continue;
         }
         if constexpr (IS_MXFP8)
-            scale = make_mxfp8<N>(most, m->flags & TB__CUDA_FLOOR, x, out);
+            scale = make_mxfp8<N>(most, m.flags & TB__CUDA_FLOOR, x, out);
         else
             scale = make_nvfp4<N>(most, global, x, out);
-        if (first + 128 * i >= m->nslots)
+        if (!IS_WHOLE && first + 128 * i >= m.nslots)
             continue;
-        int64_t tensor_row = m->first + row[i], at = tensor_row * data_step + column;
-        if (n > 0) {
+        int64_t tensor_row = m.first + row[i], at = tensor_row * data_step + column;
+        if (IS_WHOLE || n > 0) {
             char *to = data + (IS_MXFP8 ? at : at / 2);
-            if (dst_aligned && n >= N) {
+            if (IS_WHOLE || (dst_aligned && n >= N)) {
                 if constexpr (OUT == 8)
                     __stcs((uint2 *)to, make_uint2(out[0], out[1]));
                 else if constexpr (OUT == 4)
@@ -221,14 +225,29 @@ template <int SIZE, bool IS_MXFP8> INLINE void quantise_tile(args_ref a) {
             }
         }
         if (sub == 0)
-            scales[scale_place(m, tensor_row, block[i])] = row[i] < nrows && block[i] < scale_columns ? scale : 0;
+            scales[scale_place(m, tensor_row, block[i])] =
+                IS_WHOLE || (row[i] < nrows && block[i] < scale_columns) ? scale : 0;
     }
+}
+
+template <int SIZE, bool IS_MXFP8> INLINE void quantise_tile(args_ref a) {
+    enum { TILE = 512, BLOCK = IS_MXFP8 ? MXFP8_BLOCK : NVFP4_BLOCK, LANES = BLOCK * SIZE / 16 };
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * TILE + threadIdx.x;
+    bool is_whole = is_src_aligned(a, m.flags) && is_dst_aligned(a, m.flags) && m.columns == m.scale_columns * BLOCK &&
+                    m.per_row.by == m.scale_columns &&
+                    (uint64_t)(tile.tile + 1) * TILE / LANES <= m.nrows * (uint64_t)m.per_row.by;
+    if (is_whole)
+        quantise_slots<SIZE, IS_MXFP8, true>(a, m, first);
+    else
+        quantise_slots<SIZE, IS_MXFP8, false>(a, m, first);
 }
 
 /* ---- fp8: a scale to a block of rows, or to the tensor ----------------------------------------------------------- */
 
 /* N numbers divided by a scale, at `to`, of which n exist. */
-template <int N>
+template <int N, bool IS_WHOLE>
 INLINE void store_fp8(float *x, float scale, bool is_power_of_two, char *to, int64_t n, bool is_aligned) {
     uint32_t out[N / 4];
     if (is_power_of_two) {
@@ -240,25 +259,23 @@ INLINE void store_fp8(float *x, float scale, bool is_power_of_two, char *to, int
         divide_all<N>(x, scale, 512.0f);
     }
     narrow<1, N>(TB_F8E4M3, x, out);
-    store_slot<1, N>(to, n, is_aligned, out);
+    store_slot<1, N, IS_WHOLE>(to, n, is_aligned, out);
 }
 
-template <int SIZE> INLINE void quantise_fp8_block(args_ref a) {
+template <int SIZE, bool IS_WHOLE>
+INLINE void quantise_fp8_slots(args_ref a, const tb__cuda_matrix &m, uint32_t down, uint32_t across) {
     enum { N = 16 / SIZE, LANES = FP8_BLOCK / N, ROWS = 256 / LANES, STEP = FP8_BLOCK / ROWS };
     __shared__ uint32_t mosts[8];
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_matrix *m = (const tb__cuda_matrix *)heap_at(a, tile.place);
-    uint32_t down = divide(tile.tile, m->per_row), across = tile.tile - down * m->per_row.by;
-    uint32_t first = down * FP8_BLOCK + threadIdx.x / LANES, dtype = m->dtype, nrows = m->nrows;
-    int64_t column = (int64_t)across * FP8_BLOCK + threadIdx.x % LANES * N, left = m->columns - column;
-    const char *src = (const char *)(m->rows_at + src_base(a, m->flags)) + column * SIZE;
-    char *data = (char *)(m->data + dst_base(a, m->flags)) + column;
-    bool src_aligned = is_src_aligned(a, m->flags), dst_aligned = is_dst_aligned(a, m->flags);
+    uint32_t first = down * FP8_BLOCK + threadIdx.x / LANES, dtype = m.dtype, nrows = m.nrows;
+    int64_t column = (int64_t)across * FP8_BLOCK + threadIdx.x % LANES * N, left = m.columns - column;
+    const char *src = (const char *)(m.rows_at + src_base(a, m.flags)) + column * SIZE;
+    char *data = (char *)(m.data + dst_base(a, m.flags)) + column;
+    bool src_aligned = is_src_aligned(a, m.flags), dst_aligned = is_dst_aligned(a, m.flags);
     uint32_t in[STEP][4], most = 0;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         uint32_t row = first + i * ROWS;
-        load_slot<SIZE, N>(src + row * m->row_step, row < nrows ? left : 0, src_aligned, in[i]);
+        load_slot<SIZE, N, IS_WHOLE>(src + row * m.row_step, row < nrows ? left : 0, src_aligned, in[i]);
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
@@ -280,81 +297,99 @@ template <int SIZE> INLINE void quantise_fp8_block(args_ref a) {
         for (int i = 0; i < STEP; i++) {
             float x[N];
             widen<SIZE, N>(dtype, in[i], x);
-            record_bad<N>(result_of(a, m), m, x, first + i * ROWS, column);
+            record_bad<N>(result_of(a, m), x, m.columns, first + i * ROWS, column);
         }
         return;
     }
-    bool is_power_of_two = m->flags & TB__CUDA_POWER_OF_TWO;
+    bool is_power_of_two = m.flags & TB__CUDA_POWER_OF_TWO;
     float scale = fp8_scale(most, is_power_of_two);
     if (threadIdx.x == 0) {
-        int64_t at = (m->first / FP8_BLOCK + down) * m->scale_columns + across;
-        store_element((float *)(m->scales + dst_base(a, m->flags)) + at, bits_of(scale), 4);
+        int64_t at = (m.first / FP8_BLOCK + down) * m.scale_columns + across;
+        store_element((float *)(m.scales + dst_base(a, m.flags)) + at, bits_of(scale), 4);
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         float x[N];
         uint32_t row = first + i * ROWS;
         widen<SIZE, N>(dtype, in[i], x);
-        if (row < nrows)
-            store_fp8<N>(x, scale, is_power_of_two, data + (m->first + row) * m->data_step, left, dst_aligned);
+        if (IS_WHOLE || row < nrows)
+            store_fp8<N, IS_WHOLE>(x, scale, is_power_of_two, data + (m.first + row) * m.data_step, left, dst_aligned);
     }
 }
 
-template <int SIZE> INLINE void quantise_fp8_tensor(args_ref a) {
-    enum { N = 16 / SIZE, STEP = 4 };
+template <int SIZE> INLINE void quantise_fp8_block(args_ref a) {
     tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_matrix *m = (const tb__cuda_matrix *)heap_at(a, tile.place);
-    const char *src = (const char *)(m->rows_at + src_base(a, m->flags));
-    char *data = (char *)(m->data + dst_base(a, m->flags));
-    bool src_aligned = is_src_aligned(a, m->flags), dst_aligned = is_dst_aligned(a, m->flags);
-    uint32_t in[STEP][4], first = tile.tile * (128 * STEP) + threadIdx.x;
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
+    uint32_t down = divide(tile.tile, m.per_row), across = tile.tile - down * m.per_row.by;
+    bool is_whole = is_src_aligned(a, m.flags) && is_dst_aligned(a, m.flags) && (down + 1) * FP8_BLOCK <= m.nrows &&
+                    (int64_t)(across + 1) * FP8_BLOCK <= m.columns;
+    if (is_whole)
+        quantise_fp8_slots<SIZE, true>(a, m, down, across);
+    else
+        quantise_fp8_slots<SIZE, false>(a, m, down, across);
+}
+
+template <int SIZE, bool IS_WHOLE> INLINE void quantise_fp8_flat(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
+    enum { N = 16 / SIZE, STEP = 4 };
+    const char *src = (const char *)(m.rows_at + src_base(a, m.flags));
+    char *data = (char *)(m.data + dst_base(a, m.flags));
+    bool src_aligned = is_src_aligned(a, m.flags), dst_aligned = is_dst_aligned(a, m.flags);
+    uint32_t in[STEP][4];
     float scale;
     if (!find_scale(a, m, &scale))
         return;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i, row = divide(slot, m->per_row), j = slot - row * m->per_row.by;
-        int64_t n = slot < m->nslots ? m->columns - (int64_t)j * N : 0;
-        load_slot<SIZE, N>(src + row * m->row_step + (int64_t)j * 16, n, src_aligned, in[i]);
+        uint32_t slot = first + 128 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
+        int64_t n = slot < m.nslots ? m.columns - (int64_t)j * N : 0;
+        load_slot<SIZE, N, IS_WHOLE>(src + row * m.row_step + (int64_t)j * 16, n, src_aligned, in[i]);
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i, row = divide(slot, m->per_row), j = slot - row * m->per_row.by;
+        uint32_t slot = first + 128 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
         float x[N];
-        if (slot >= m->nslots)
+        if (!IS_WHOLE && slot >= m.nslots)
             return;
-        widen<SIZE, N>(m->dtype, in[i], x);
+        widen<SIZE, N>(m.dtype, in[i], x);
         if (largest<N>(x) >= F32_INF)
-            record_bad<N>(result_of(a, m), m, x, row, (int64_t)j * N);
-        store_fp8<N>(x, scale, false, data + (m->first + row) * m->data_step + (int64_t)j * N,
-                     m->columns - (int64_t)j * N, dst_aligned);
+            record_bad<N>(result_of(a, m), x, m.columns, row, (int64_t)j * N);
+        store_fp8<N, IS_WHOLE>(x, scale, false, data + (m.first + row) * m.data_step + (int64_t)j * N,
+                               m.columns - (int64_t)j * N, dst_aligned);
     }
+}
+
+template <int SIZE> INLINE void quantise_fp8_tensor(args_ref a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * 512 + threadIdx.x;
+    if (is_src_aligned(a, m.flags) && is_dst_aligned(a, m.flags) && is_tile_full(m, (tile.tile + 1) * 512, 16 / SIZE))
+        quantise_fp8_flat<SIZE, true>(a, m, first);
+    else
+        quantise_fp8_flat<SIZE, false>(a, m, first);
 }
 
 /* ---- amax -------------------------------------------------------------------------------------------------------- */
 
-template <int SIZE> INLINE void find_amax(args_ref a) {
+template <int SIZE, bool IS_WHOLE> INLINE void find_amax_of(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
     enum { N = 16 / SIZE, STEP = 8 };
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_matrix *m = (const tb__cuda_matrix *)heap_at(a, tile.place);
-    const char *src = (const char *)(m->rows_at + src_base(a, m->flags));
-    bool src_aligned = is_src_aligned(a, m->flags);
-    uint32_t in[STEP][4], first = tile.tile * (256 * STEP) + threadIdx.x, most = 0;
+    const char *src = (const char *)(m.rows_at + src_base(a, m.flags));
+    bool src_aligned = is_src_aligned(a, m.flags);
+    uint32_t in[STEP][4], most = 0;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 256 * i, row = divide(slot, m->per_row), j = slot - row * m->per_row.by;
-        int64_t n = slot < m->nslots ? m->columns - (int64_t)j * N : 0;
-        load_slot<SIZE, N>(src + row * m->row_step + (int64_t)j * 16, n, src_aligned, in[i]);
+        uint32_t slot = first + 256 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
+        int64_t n = slot < m.nslots ? m.columns - (int64_t)j * N : 0;
+        load_slot<SIZE, N, IS_WHOLE>(src + row * m.row_step + (int64_t)j * 16, n, src_aligned, in[i]);
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         float x[N];
-        widen<SIZE, N>(m->dtype, in[i], x);
+        widen<SIZE, N>(m.dtype, in[i], x);
         uint32_t here = largest<N>(x);
         most = larger(most, here);
         if (here >= F32_INF) {
-            uint32_t slot = first + 256 * i, row = divide(slot, m->per_row), j = slot - row * m->per_row.by;
-            record_bad<N>(result_of(a, m), m, x, row, (int64_t)j * N);
+            uint32_t slot = first + 256 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
+            record_bad<N>(result_of(a, m), x, m.columns, row, (int64_t)j * N);
         }
     }
 #pragma unroll
@@ -366,14 +401,24 @@ template <int SIZE> INLINE void find_amax(args_ref a) {
         atomicMax(&result->amax, most);
 }
 
+template <int SIZE> INLINE void find_amax(args_ref a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * 2048 + threadIdx.x;
+    if (is_src_aligned(a, m.flags) && is_tile_full(m, (tile.tile + 1) * 2048, 16 / SIZE))
+        find_amax_of<SIZE, true>(a, m, first);
+    else
+        find_amax_of<SIZE, false>(a, m, first);
+}
+
 /* ---- Back to plain numbers --------------------------------------------------------------------------------------- */
 
-INLINE float scale_of(const tb__cuda_matrix *m, const char *scales, float global, int64_t row, int64_t column) {
-    switch (m->kind) {
+INLINE float scale_of(const tb__cuda_matrix &m, const char *scales, float global, int64_t row, int64_t column) {
+    switch (m.kind) {
     case TB__QUANT_FP8_TENSOR:
         return global;
     case TB__QUANT_FP8_BLOCK:
-        return float_of((uint32_t)load_element((const float *)scales + row / 128 * m->scale_columns + column / 128, 4));
+        return float_of((uint32_t)load_element((const float *)scales + row / 128 * m.scale_columns + column / 128, 4));
     case TB__QUANT_MXFP8: {
         uint32_t byte = (uint8_t)scales[scale_place(m, row, column / 32)];
         return byte == 255 ? float_of(F32_NAN) : byte ? float_of(byte << 23) : 0x1p-127f;
@@ -396,39 +441,37 @@ INLINE uint32_t multiply_exactly(uint32_t x, uint32_t y) {
 }
 
 /* One element. */
-INLINE uint32_t dequantise_element(const tb__cuda_matrix *m, const char *data, const char *scales, float global,
+INLINE uint32_t dequantise_element(const tb__cuda_matrix &m, const char *data, const char *scales, float global,
                                    int64_t row, int64_t column) {
-    int64_t at = row * m->data_step + column;
+    int64_t at = row * m.data_step + column;
     uint32_t bits;
-    if (m->kind == TB__QUANT_NVFP4) {
+    if (m.kind == TB__QUANT_NVFP4) {
         uint32_t code = (uint32_t)((uint8_t)data[at / 2]) >> (at % 2 * 4) & 15, a = code & 7;
         bits = bits_of(a < 2 ? (float)a * 0.5f : float_of((a << 22) + (126U << 23))) | (code & 8) << 28;
     } else {
         bits = widen_e4m3((uint8_t)data[at]);
     }
-    return narrow_exactly(m->dtype, multiply_exactly(bits, bits_of(scale_of(m, scales, global, row, column))));
+    return narrow_exactly(m.dtype, multiply_exactly(bits, bits_of(scale_of(m, scales, global, row, column))));
 }
 
 /* SIZE: bytes of an element of the destination. A slot is 16 bytes of it. */
-template <int SIZE> INLINE void dequantise_tile(args_ref a) {
+template <int SIZE, bool IS_WHOLE> INLINE void dequantise_slots(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
     enum { N = 16 / SIZE, STEP = 4 };
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_matrix *m = (const tb__cuda_matrix *)heap_at(a, tile.place);
-    const char *data = (const char *)m->data, *scales = (const char *)m->scales;
-    char *dst = (char *)(m->rows_at + dst_base(a, m->flags));
-    bool is_nvfp4 = m->kind == TB__QUANT_NVFP4, dst_aligned = is_dst_aligned(a, m->flags);
-    bool is_fast = m->flags & TB__CUDA_ALIGNED_SRC; /* slots begin and end with bytes of the data, in one block */
-    uint32_t in[STEP][2], first = tile.tile * (128 * STEP) + threadIdx.x;
+    const char *data = (const char *)m.data, *scales = (const char *)m.scales;
+    char *dst = (char *)(m.rows_at + dst_base(a, m.flags));
+    bool is_nvfp4 = m.kind == TB__QUANT_NVFP4, dst_aligned = is_dst_aligned(a, m.flags);
+    bool is_fast = m.flags & TB__CUDA_ALIGNED_SRC; /* slots begin and end with bytes of the data, in one block */
+    uint32_t in[STEP][2];
     float global = 1, scale[STEP];
-    if ((is_nvfp4 || m->kind == TB__QUANT_FP8_TENSOR) && !find_scale(a, m, &global))
+    if ((is_nvfp4 || m.kind == TB__QUANT_FP8_TENSOR) && !find_scale(a, m, &global))
         return;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i, row = divide(slot, m->per_row), j = slot - row * m->per_row.by;
-        int64_t column = m->first_column + (int64_t)j * N, at = (m->first + row) * m->data_step + column;
-        if (!is_fast || slot >= m->nslots || (int64_t)(j + 1) * N > m->columns)
+        uint32_t slot = first + 128 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
+        int64_t column = m.first_column + (int64_t)j * N, at = (m.first + row) * m.data_step + column;
+        if (!IS_WHOLE && (!is_fast || slot >= m.nslots || (int64_t)(j + 1) * N > m.columns))
             continue;
-        scale[i] = scale_of(m, scales, global, m->first + row, column);
+        scale[i] = scale_of(m, scales, global, m.first + row, column);
         if (is_nvfp4)
             in[i][0] = N == 8 ? *(const uint32_t *)(data + at / 2) : *(const uint16_t *)(data + at / 2);
         else if (N == 8)
@@ -438,13 +481,13 @@ template <int SIZE> INLINE void dequantise_tile(args_ref a) {
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i, row = divide(slot, m->per_row), j = slot - row * m->per_row.by, out[4];
-        if (slot >= m->nslots)
+        uint32_t slot = first + 128 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by, out[4];
+        if (!IS_WHOLE && slot >= m.nslots)
             return;
-        char *to = dst + row * m->row_step + (int64_t)j * 16;
-        int64_t n = m->columns - (int64_t)j * N;
+        char *to = dst + row * m.row_step + (int64_t)j * 16;
+        int64_t n = m.columns - (int64_t)j * N;
         bool is_done = false;
-        if (is_fast && n >= N) {
+        if (IS_WHOLE || (is_fast && n >= N)) {
             float x[N];
             if (is_nvfp4) {
 #pragma unroll
@@ -460,7 +503,7 @@ template <int SIZE> INLINE void dequantise_tile(args_ref a) {
                 x[k] *= scale[i];
             is_done = !has_nan<N>(x);
             if (is_done)
-                narrow<SIZE, N>(m->dtype, x, out);
+                narrow<SIZE, N>(m.dtype, x, out);
         }
         if (!is_done) {
 #pragma unroll
@@ -470,27 +513,40 @@ template <int SIZE> INLINE void dequantise_tile(args_ref a) {
             for (int k = 0; k < N; k++) {
                 if (k < n)
                     add_element<SIZE>(out, k,
-                                      dequantise_element(m, data, scales, global, m->first + row,
-                                                         m->first_column + (int64_t)j * N + k));
+                                      dequantise_element(m, data, scales, global, m.first + row,
+                                                         m.first_column + (int64_t)j * N + k));
             }
         }
-        store_slot<SIZE, N>(to, n, dst_aligned, out);
+        store_slot<SIZE, N, IS_WHOLE>(to, n, dst_aligned, out);
     }
 }
 
-#define QUANT(name, threads, ...)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(threads) tb__##name(const __grid_constant__ tb__cuda_args a) {        \
+template <int SIZE> INLINE void dequantise_tile(args_ref a) {
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * 512 + threadIdx.x;
+    bool is_aligned = m.flags & TB__CUDA_ALIGNED_SRC && is_dst_aligned(a, m.flags);
+    if (is_aligned && is_tile_full(m, (tile.tile + 1) * 512, 16 / SIZE))
+        dequantise_slots<SIZE, true>(a, m, first);
+    else
+        dequantise_slots<SIZE, false>(a, m, first);
+}
+
+/* So many blocks of a kernel fit on a multiprocessor: enough loads under way. */
+#define QUANT(name, threads, blocks, ...)                                                                              \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                                      \
+        tb__##name(const __grid_constant__ tb__cuda_args a) {                                                          \
         __VA_ARGS__(a);                                                                                                \
     }
-QUANT(mxfp8_2, 128, quantise_tile<2, true>)
-QUANT(mxfp8_4, 128, quantise_tile<4, true>)
-QUANT(nvfp4_2, 128, quantise_tile<2, false>)
-QUANT(nvfp4_4, 128, quantise_tile<4, false>)
-QUANT(fp8_block_2, 256, quantise_fp8_block<2>)
-QUANT(fp8_block_4, 256, quantise_fp8_block<4>)
-QUANT(fp8_tensor_2, 128, quantise_fp8_tensor<2>)
-QUANT(fp8_tensor_4, 128, quantise_fp8_tensor<4>)
-QUANT(amax_2, 256, find_amax<2>)
-QUANT(amax_4, 256, find_amax<4>)
-QUANT(dequantise_2, 128, dequantise_tile<2>)
-QUANT(dequantise_4, 128, dequantise_tile<4>)
+QUANT(mxfp8_2, 128, 8, quantise_tile<2, true>)
+QUANT(mxfp8_4, 128, 8, quantise_tile<4, true>)
+QUANT(nvfp4_2, 128, 6, quantise_tile<2, false>)
+QUANT(nvfp4_4, 128, 6, quantise_tile<4, false>)
+QUANT(fp8_block_2, 256, 4, quantise_fp8_block<2>)
+QUANT(fp8_block_4, 256, 2, quantise_fp8_block<4>)
+QUANT(fp8_tensor_2, 128, 8, quantise_fp8_tensor<2>)
+QUANT(fp8_tensor_4, 128, 8, quantise_fp8_tensor<4>)
+QUANT(amax_2, 256, 4, find_amax<2>)
+QUANT(amax_4, 256, 4, find_amax<4>)
+QUANT(dequantise_2, 128, 8, dequantise_tile<2>)
+QUANT(dequantise_4, 128, 8, dequantise_tile<4>)

@@ -1,0 +1,95 @@
+/* Memory for programs, of tb_alloc_on: on a GPU, where other processes can map it, and host memory that is pinned. */
+#include "device/cuda/cuda.h"
+
+#include "base/mem.h"
+
+#include <pthread.h>
+
+/* What a program has, and has not given back. */
+typedef struct held {
+    void *address;
+    tb__cuda_pin *pin; /* NULL: it is memory of a GPU */
+} held;
+
+static struct {
+    pthread_mutex_t lock;
+    TB_VEC(held) list;
+} program = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static tb_status hold(held h) {
+    pthread_mutex_lock(&program.lock);
+    bool is_held = tb__vec_push(&program.list, h);
+    pthread_mutex_unlock(&program.lock);
+    return is_held ? TB_OK : TB_NO_MEMORY;
+}
+
+/* False: it is not held in this way. */
+static bool let_go(void *address, bool is_pinned, held *out) {
+    bool is_found = false;
+    pthread_mutex_lock(&program.lock);
+    for (size_t i = 0; i < program.list.count && !is_found; i++) {
+        held *h = &program.list.item[i];
+        if (h->address != address || (h->pin != NULL) != is_pinned)
+            continue;
+        *out = *h;
+        *h = program.list.item[--program.list.count];
+        is_found = true;
+    }
+    pthread_mutex_unlock(&program.lock);
+    return is_found;
+}
+
+/* The GPU whose context is current, or else the first. */
+static int current_ordinal(void) {
+    CUdevice current, device;
+    if (tb__cuda.cuCtxGetDevice(&current) != CUDA_SUCCESS)
+        return 0;
+    for (int i = 0; i < tb__gpu_count(); i++) {
+        if (tb__cuda.cuDeviceGet(&device, i) == CUDA_SUCCESS && device == current)
+            return i;
+    }
+    return 0;
+}
+
+tb_status tb__cuda_alloc_on(int index, size_t nbytes, void **out) {
+    void *address;
+    TB_TRY(tb__cuda_load());
+    int count = tb__gpu_count();
+    if (index >= count)
+        return tb__fail(TB_REFUSED, "there is no cuda:%d: this process sees %d GPU%s", index, count,
+                        count == 1 ? "" : "s");
+    TB_TRY(tb__cuda_alloc(NULL, index < 0 ? current_ordinal() : index, nbytes, &address));
+    tb_status status = hold((held){.address = address});
+    if (status == TB_OK)
+        *out = address;
+    else
+        tb__cuda_free(NULL, address);
+    return status;
+}
+
+bool tb__cuda_free_on(void *address) {
+    held unused;
+    if (!let_go(address, false, &unused))
+        return false;
+    tb__cuda_free(NULL, address);
+    return true;
+}
+
+tb_status tb__cuda_pin_pages(void *address, size_t nbytes) {
+    tb__gpu *gpu;
+    CUdeviceptr unused;
+    held h = {.address = address};
+    TB_TRY(tb__cuda_load());
+    TB_TRY(tb__gpu_get(current_ordinal(), &gpu));
+    TB_TRY(tb__cuda_pin_host(gpu, address, nbytes, &h.pin, &unused));
+    tb_status status = hold(h);
+    if (status != TB_OK)
+        tb__cuda_unpin(h.pin);
+    return status;
+}
+
+void tb__cuda_unpin_pages(void *address) {
+    held h;
+    if (let_go(address, true, &h))
+        tb__cuda_unpin(h.pin);
+}

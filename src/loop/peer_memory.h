@@ -1,0 +1,34 @@
+/* A peer's memory, as flows use it: memory that the peer's transport reaches, mapped or read by calls, or a mapping of
+ * device memory that the peer has shared (share.h).
+ *
+ * All of this needs the loop's lock, unless it says otherwise. */
+#ifndef TB_LOOP_PEER_MEMORY_H
+#define TB_LOOP_PEER_MEMORY_H
+
+#include "loop/loop.h"
+
+typedef struct tb__peer_memory tb__peer_memory;
+
+/* Imports memory by a key of the peer's tb__region_export. */
+tb_status tb__peer_memory_import(tb__peer *peer, const void *key, size_t nbytes, tb__peer_memory **out);
+/* No run of a job that uses it is under way, and such a job is not run again. NULL is allowed. */
+void tb__peer_memory_release(tb__peer_memory *memory);
+
+/* TB_INVALID unless bytes first .. last-1 lie inside of it. Reads nothing. */
+tb_status tb__peer_memory_check(tb__peer_memory *memory, uint64_t first, uint64_t last);
+/* Tests that it can be read: it is mapped, or a call reads this byte. */
+tb_status tb__peer_memory_probe(tb__peer_memory *memory, uint64_t offset);
+/* False once its owner has withdrawn it or is lost. What was read from it before is valid only if it is still true. */
+bool tb__peer_memory_is_valid(const tb__peer_memory *memory);
+/* Its owner waits for its release. */
+bool tb__peer_memory_is_revoked(const tb__peer_memory *memory);
+
+bool tb__peer_memory_is_mapped(const tb__peer_memory *memory);
+/* Where this process can read and write memory of the host; NULL: it is not mapped, or is a device's. */
+void *tb__peer_memory_address(const tb__peer_memory *memory);
+/* The device that copies from it; the host's if every device can, or if it is read by calls. */
+tb__device *tb__peer_memory_device(const tb__peer_memory *memory);
+/* The source of a move at this offset: an address, or an offset in *mapping. Bounds are not checked. */
+tb_status tb__peer_memory_source(tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping);
+
+#endif

@@ -1,0 +1,74 @@
+#!/bin/sh
+# GPUs: what demo, bench and doctor say where there is none; and what they do with the fake driver, where it is built. It
+# is no GPU, so ratios are left alone.
+# shellcheck source=tests/cli/ranks.sh
+. "$(dirname -- "$0")/ranks.sh"
+
+# without PATTERN: one sentence that matches, and exit status 1, of demo and bench; doctor says the same, and goes on
+without() {
+    for command in demo bench; do
+        run "$command" --gpu
+        expect_status 1 "$command --gpu"
+        grep -q -e "^tensorbus $command: $1" "$err" || fail "$command --gpu: expected '$1': $(cat "$err")"
+        [ "$(wc -l <"$err")" -eq 1 ] || fail "$command --gpu: more than a sentence: $(cat "$err")"
+        [ ! -s "$out" ] || fail "$command --gpu: printed $(cat "$out")"
+    done
+    accepted doctor
+    printed "^limited  *CUDA  *no tensors in GPU memory: $1"
+    grep -A 1 '^limited  *CUDA  ' "$out" | grep -q '^  *-> ' || fail "doctor: no remedy: $(cat "$out")"
+    clean 'without a GPU'
+}
+
+if [ -z "${FAKE_CUDA-}" ]; then
+    without 'this build has no CUDA device: '
+    finish
+fi
+
+mkdir "$tmp/lib"
+: >"$tmp/lib/libcuda.so.1"
+LD_LIBRARY_PATH=$tmp/lib without 'there is no CUDA driver: '
+
+LD_LIBRARY_PATH=$FAKE_CUDA
+export LD_LIBRARY_PATH
+FAKE_CUDA_WITHOUT=cuMemMap without 'the driver libcuda.so.1 is too old: it has no cuMemMap, '
+
+FAKE_CUDA_GPUS=2 accepted doctor
+printed '^ok  *CUDA  *driver for CUDA [0-9]*\.[0-9], 2 GPUs.*NVLink.* not tried'
+printed '^ok  *cuda:1  *Fake GPU, GPU-[0-9a-f-]*, 8 GiB, compute capability 9\.0; CUDA IPC: yes; VMM: by descriptors$'
+printed '^ok  *GPU peers  *1 of 1 pairs'
+printed '^ok  *GPU copies  *1 MiB went to cuda:0 and came back$'
+printed '^ok  *GPU sharing  .*ipc:\[.*pid:\['
+FAKE_CUDA_NO_VMM=1 accepted doctor
+printed '^limited  *cuda:0  .*VMM: no$'
+
+accepted demo --gpu --size 1MiB --ranks 2,3
+printed '^verified  all [0-9]* elements on 3 ranks, in each of 3 versions$'
+printed '^memory    of cuda:0, Fake GPU$'
+not_printed memcpy
+clean 'demo --gpu'
+
+names='gpu_row_col gpu_model gpu_replicate gpu_small gpu_tiny gpu_tiny_1m gpu_rows4 gpu_runs32 gpu_cast gpu_mxfp8
+    gpu_fp8_block gpu_nvfp4 gpu_partial gpu_transpose_f32 gpu_transpose_bf16 gpu_to_host host_to_gpu'
+accepted bench --gpu --size 2MiB --rounds 1 --json
+lines 20
+for name in $names; do
+    printed "^{\"name\":\"$name\",.*\"gb_per_s\":[0-9.]*,\"ratio\":[0-9.]*,\"against\":\"cuMemcpyAsync.*\"at_least\":0.*,\"ok\":.*,\"wall_ratio\":[0-9.]*}"
+done
+printed '^{"name":"gpu_launches",.*"launches":[0-9.]*,"ratio":[0-9.]*,"against":"one",.*"at_most":4\.00,"ok":true}'
+printed '^{"name":"gpu_latency",.*"us":[0-9.]*,"ratio":[0-9.]*,"against":"cuMemcpyAsync and a flag",'
+printed '^{"name":"gpu_bus_model",.*"ratio":[0-9.]*,"against":"without agents",.*"at_least":0.95,'
+clean 'bench --gpu'
+accepted bench --gpu --size 2MiB --rounds 2 --only gpu_cast
+lines 2
+printed '^gpu_cast  .*  cuMemcpyAsync, as many  .*  at least 0\.95  '
+
+accepted demo --gpu --bus --size 1MiB --ranks 1,2
+printed '^ *2  failed$'
+printed '^verified  all [0-9]* elements on 2 ranks, in each of 3 versions$'
+clean 'demo --gpu --bus'
+
+refused "--only: 'gpu_cast' is measured with --gpu" bench --only gpu_cast
+refused "--only: 'cast' is measured without --hosts and --gpu" bench --gpu --only cast
+refused '--hosts does not go with --gpu' bench --hosts --gpu
+
+finish

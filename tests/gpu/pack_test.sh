@@ -1,0 +1,50 @@
+#!/bin/sh
+# What `./dev gpu` packs runs by itself, here on the fake driver: some quick tests, and the tool. $BUILD is the build
+# folder; PATTERNs choose the tests.
+set -u
+here=$(cd -- "$(dirname -- "$0")" && pwd -P)
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+failures=0
+
+fail() {
+    printf 'FAILED: %s\n' "$*"
+    failures=$((failures + 1))
+}
+
+"$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail "pack: $(cat "$tmp/out")"
+grep -q ' tests; needs glibc [0-9.]* or newer' "$tmp/out" || fail "pack said $(cat "$tmp/out")"
+"$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail "a second time: $(cat "$tmp/out")"
+mkdir "$tmp/other"
+: >"$tmp/other/file"
+! "$here/pack" "$BUILD" "$tmp/other" >"$tmp/out" 2>&1 || fail 'pack into a folder that is not its own'
+[ -f "$tmp/other/file" ] || fail 'pack has removed what is not its own'
+for name in libcuda.so.1 libc.so.6; do
+    [ ! -e "$tmp/packed/lib/$name" ] || fail "a library of the system is packed: $name"
+done
+
+# As on another machine: nothing of the build can be used.
+LD_LIBRARY_PATH=$tmp/driver
+export LD_LIBRARY_PATH
+mkdir "$tmp/driver"
+cp -L "$BUILD/tests/fake_cuda/libcuda.so.1" "$tmp/driver"
+"$tmp/packed/run" test "$@" >"$tmp/out" 2>&1 || fail "run test: $(cat "$tmp/out")"
+grep -q '^[1-9][0-9]* passed, 0 failed$' "$tmp/out" || fail "run test said $(cat "$tmp/out")"
+"$tmp/packed/run" doctor >"$tmp/out" 2>&1 || fail "run doctor: $(cat "$tmp/out")"
+grep -q '^ok  *cuda:0 ' "$tmp/out" || fail "run doctor said $(cat "$tmp/out")"
+
+# Tests that fail, take too long, or skip.
+printf '#!/bin/sh\necho broken\nexit 3\n' >"$tmp/packed/tests/broken"
+printf '#!/bin/sh\nsleep 60\n' >"$tmp/packed/tests/late"
+printf '#!/bin/sh\nprintenv WHY\nexit 77\n' >"$tmp/packed/tests/absent"
+chmod +x "$tmp/packed/tests/broken" "$tmp/packed/tests/late" "$tmp/packed/tests/absent"
+printf '%s\n' 'x/broken 9 broken ' 'x/late 1 late ' 'x/absent 9 absent WHY=nothing' >>"$tmp/packed/tests/list"
+! "$tmp/packed/run" test '^x/' >"$tmp/out" 2>&1 || fail 'run test: a test has failed, and the status is 0'
+for line in 'failed   x/broken, exit status 3, ' '    broken' 'failed   x/late, exit status 124, ' \
+    'skipped  x/absent: nothing' '0 passed, 2 failed'; do
+    grep -q "^$line" "$tmp/out" || fail "run test: expected '$line': $(cat "$tmp/out")"
+done
+! "$tmp/packed/run" test 'no such test' >"$tmp/out" 2>&1 || fail 'run test: no test was run, and the status is 0'
+! "$tmp/packed/run" nonsense >"$tmp/out" 2>&1 || fail 'run nonsense: the status is 0'
+
+[ "$failures" -eq 0 ]
