@@ -149,7 +149,7 @@ static void test_failed_calls(void **state) {
     assert_int_equal(tb__device_share(b.device, &memory, &key), TB_REFUSED);
     assert_ok(tb__device_share(b.device, &memory, &key));
     slow_device_fail_call(SLOW_DEVICE_MAP, 0, TB_DENIED);
-    assert_int_equal(tb__device_map(b.device, &key, &mapping), TB_DENIED);
+    assert_int_equal(tb__device_map(b.device, &key, false, &mapping), TB_DENIED);
     assert_null(mapping);
     tb__memory_key_fini(&key);
     assert_false(wait_for(&b, &fence, 5));
