@@ -4,6 +4,7 @@
 #include "layout/overlap.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 /* The state of adding tensors to a batch, in a job's thread. */
@@ -47,6 +48,19 @@ static tb_status map_client_file(filling *f, const tb__payload_memory *m, char *
     return TB_OK;
 }
 
+/* For reports. */
+static void note_device(agent_batch *b, const char *name) {
+    size_t length = strlen(name);
+    pthread_mutex_lock(&b->lock);
+    const char *at = b->devices;
+    while ((at = strstr(at, name)) && at[length] != ',' && at[length] != '\0')
+        at += length;
+    size_t used = strlen(b->devices);
+    if (!at && used + 1 + length < sizeof b->devices)
+        snprintf(b->devices + used, sizeof b->devices - used, "%s%s", used ? "," : "", name);
+    pthread_mutex_unlock(&b->lock);
+}
+
 static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char **out) {
     agent_job *job = f->job;
     agent_memory *memory = m->fd < job->message.memories.count ? f->memories[m->fd] : NULL;
@@ -59,6 +73,7 @@ static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char
         return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
                         m->nbytes, m->offset, whole->nbytes);
     *out = (char *)whole->base + m->offset;
+    note_device(job->batch, tb__device_unit_name(memory->adopted->device, whole->index));
     return TB_OK;
 }
 
@@ -71,9 +86,14 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
     f->nbytes += needed;
     if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
-    if (m->kind == TB__MEMORY_FD || m->kind == TB__MEMORY_DEVICE) {
+    if (m->kind == TB__MEMORY_DEVICE) {
         f->mirrored.is_all = false;
-        return m->kind == TB__MEMORY_FD ? map_client_file(f, m, out) : map_device_memory(f, m, out);
+        return map_device_memory(f, m, out);
+    }
+    note_device(f->job->batch, "host");
+    if (m->kind == TB__MEMORY_FD) {
+        f->mirrored.is_all = false;
+        return map_client_file(f, m, out);
     }
     agent_mirror *mirror;
     TB_TRY(tb__agent_get_mirror(f->job->batch, m, f->batch_pair->held, &mirror));

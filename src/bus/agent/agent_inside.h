@@ -141,6 +141,7 @@ typedef struct agent_batch {
     pthread_mutex_t lock;      /* guards what follows */
     tb_batch *registering;     /* the batch, while it or a further pair is being registered */
     bool is_ending;            /* to be destroyed when its last job has ended */
+    char devices[128];         /* that its tensors are on: "host,cuda:0" */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
     tb_transfer_state last;    /* the state of the last one that ended ... */
