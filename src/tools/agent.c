@@ -29,7 +29,7 @@ static const tool_option options[] = {
     [HOST] = {"host", "ID", "agents with the same one are on one host (the machine, and its network namespace)"},
     [CHECKSUM] = {"checksum", NULL,
                   "every bucket of every batch goes with a sum of its bytes, compared where it arrives"},
-    [NO_GPU] = {"no-gpu", NULL, "use no GPU (about 530 MiB of it): programs copy tensors there through host memory"},
+    [NO_GPU] = {"no-gpu", NULL, "use no GPU: programs copy what they have there through host memory"},
     [HTTP] = {"http", "[ADDRESS:]PORT", "serve /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
