@@ -409,7 +409,7 @@ static void test_alloc_on(void **state) {
     void *p = NULL, *host[2] = {NULL, NULL};
     (void)state;
     for (int i = 0; i < SLOW_DEVICE_NUNITS; i++) {
-        char name[16];
+        char name[20];
         snprintf(name, sizeof name, "slow:%d", i);
         assert_ok(tb_alloc_on(name, 1000, &p));
         assert_ok(tb__device_open("slow", &device));
