@@ -77,7 +77,8 @@ typedef struct pinned {
  * are noticed. */
 typedef struct slow_mapping {
     tb__mapping base;
-    void *pages;
+    char *pages;
+    char *seen; /* of one that can be written: addresses without access, by which moves name it */
     size_t npages_bytes;
     size_t nruns; /* under way, of jobs that use it */
     bool is_unmapped;
