@@ -132,8 +132,12 @@ static void start_peers(void) {
         if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0)
             exit(1);
         peers[i].pid = fork();
-        if (peers[i].pid == 0)
+        if (peers[i].pid == 0) {
+            for (int k = 0; k < i; k++)
+                close(peers[k].socket);
+            close(ends[0]);
             be_peer(ends[1]);
+        }
         close(ends[1]);
         peers[i].socket = ends[0];
     }
