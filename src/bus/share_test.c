@@ -4,6 +4,7 @@
 
 #include <dirent.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 
 enum { SIDE = 32, NTENSORS = 20, CYCLES = 50, NBYTES = SIDE * SIDE * sizeof(uint32_t), HASTY_MS = 700 };
@@ -158,10 +159,10 @@ static void cycle(rank *r) {
         if (!is_first || !is_a(r))
             tb_batch_destroy(batch);
         meet(r);
-        before = i == 0 ? count_descriptors() : before;
+        before = i == 0 && is_a(r) ? count_descriptors() : before;
+        meet(r);
     }
-    meet(r);
-    check(count_descriptors() <= before);
+    check(!is_a(r) || count_descriptors() <= before);
     meet(r);
     tb_pair_destroy(pair);
     part_fini(&p);
@@ -213,13 +214,13 @@ static void hold_copy(rank *r) {
     usleep(100000);
     meet(r);
     if (is_a(r)) {
-        check_fails(tb_world_invalidate(r->world, p.data, NBYTES), TB_TIMEOUT, "in use by a mapping on rank 1 (b 0)");
+        check_fails(tb_world_invalidate(r->world, p.data, NBYTES), TB_TIMEOUT, "(b 0)");
         check(slow_device_count_mappings() == 1);
         slow_device_let_go();
         check_ok(tb_world_invalidate(r->world, p.data, NBYTES));
         check(slow_device_count_mappings() == 0);
     }
-    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_INVALID, "the memory of tensor 't0' on rank 0");
+    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_INVALID, "the memory of tensor 't0' on rank");
     tb_transfer_destroy(t);
     meet(r);
     tb_batch_destroy(batch);
@@ -274,6 +275,7 @@ static other start_other(const scene *s, const char *group, int *tell) {
     other o = {.pid = fork(), .said = said[0]};
     check(o.pid >= 0);
     if (o.pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
         be_the_other(s, group, said[1], heard[0]);
         _exit(1);
     }
@@ -318,7 +320,7 @@ static void test_killed_owner(void **state) {
     usleep(200000);
     check(slow_device_count_mappings() == 1);
     slow_device_let_go();
-    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_LOST, "rank 1 (a 0)");
+    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_LOST, "(a 0)");
     check(has_mappings(0));
     tb_transfer_destroy(t);
     tb_batch_destroy(batch);
@@ -348,7 +350,8 @@ static void test_killed_importer(void **state) {
     transfer(&r, batch, &p, 1, 1);
     await_first(&o);
     check(kill(o.pid, SIGSTOP) == 0);
-    check_fails(tb_world_invalidate(r.world, p.data, NBYTES), TB_TIMEOUT, "in use by a mapping on rank 1 (b 0)");
+    check(waitpid(o.pid, NULL, WUNTRACED) == o.pid); /* all its threads are stopped */
+    check_fails(tb_world_invalidate(r.world, p.data, NBYTES), TB_TIMEOUT, "(b 0)");
     kill_other(&o);
     check_ok(tb_world_invalidate(r.world, p.data, NBYTES));
     tb_batch_destroy(batch);
