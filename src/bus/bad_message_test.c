@@ -53,6 +53,7 @@ static void send_lie(tb__flow *flow, const lie *l, tb__region *small) {
     pack_key(&pack, l->has_small_words ? small : flow->direct.exposures_region, reader->peer);
     tb__pack_u64(&pack,
                  l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
+    tb__pack_bytes(&pack, NULL, 0); /* no staging memory on a device */
     uint32_t count = l->twice ? 2 : 1;
     tb__pack_u32(&pack, count);
     for (uint32_t i = 0; i < count; i++) {

@@ -395,12 +395,66 @@ static void test_units(void **state) {
     run_ranks(use_units, 1, 1, NULL);
 }
 
+/* ---- Staging ----------------------------------------------------------------------------------------------------- */
+
+typedef struct staging {
+    bool is_on_host;   /* the second receiver's tensor */
+    bool is_shareable; /* the sender's */
+    bool is_asked_for;
+    bool is_used; /* staging memory on the device */
+} staging;
+
+/* Memory that can't be shared is staged on its device, for readers that are on the device, too. */
+static void stage_tensor(rank *r) {
+    const staging *s = r->scene->shared;
+    tb_batch_opts opts = {
+        .size = sizeof opts, .staged = s->is_asked_for, .bucket_size = 4096, .staging_bytes = 1 << 20};
+    tb_pair *pair;
+    tb_batch *batch;
+    part p;
+    part_init(&p, layout_of(r), r->index, 256, 64);
+    size_t nbytes = p.count * sizeof *p.data, before = slow_device_count_buffer_runs();
+    tensor_free(p.data);
+    p.data = NULL;
+    if (is_a(r))
+        p.data = slow_device_alloc_on(2, s->is_shareable, nbytes);
+    else if (s->is_on_host && r->index == 1)
+        check_ok(tb_alloc(nbytes, (void **)&p.data));
+    else
+        p.data = slow_device_alloc_on(1, true, nbytes);
+    meet(r);
+    check_ok(tb_pair_create(r->world, "p", other_group(r), layout_of(r), NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    tb_tensor t = part_tensor(&p);
+    check_ok(tb_batch_add(batch, pair, "w", &t));
+    for (uint32_t version = 1; version <= 5; version++)
+        transfer(r, batch, &p, 1, version);
+    meet(r);
+    check(slow_device_count_allocations(2) == 1);
+    check((slow_device_count_buffer_runs() > before) == s->is_used);
+    meet(r);
+    if (is_a(r))
+        tb_batch_destroy(batch);
+    check(has_mappings(0));
+    if (!is_a(r))
+        tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    part_fini(&p);
+}
+
+static void test_staging(void **state) {
+    (void)state;
+    run_ranks(stage_tensor, 1, 2, &(staging){.is_used = true});
+    run_ranks(stage_tensor, 1, 2, &(staging){.is_shareable = true, .is_asked_for = true, .is_used = true});
+    run_ranks(stage_tensor, 1, 2, &(staging){.is_on_host = true}); /* both receivers get the same buckets */
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_once_for_all),    cmocka_unit_test(test_again_and_again),
         cmocka_unit_test(test_batch_that_ends), cmocka_unit_test(test_copy_under_way),
         cmocka_unit_test(test_killed_owner),    cmocka_unit_test(test_killed_importer),
-        cmocka_unit_test(test_units),
+        cmocka_unit_test(test_units),           cmocka_unit_test(test_staging),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
