@@ -632,8 +632,10 @@ TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size
 
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
  * machine, can have the seat, and move tensors for it. What follows is the program's side. Names, layouts, tensors
- * and options are those of pairs and batches above. Tensors are in host memory. Those in memory of tb_alloc are used
- * where they are; others are copied through the agent, which has to be allowed to read and write this process's memory.
+ * and options are those of pairs and batches above. Tensors in memory of tb_alloc are used where they are, and so are
+ * those on a device whose memory the agent can map. Other host memory is copied by the agent, which has to be allowed to
+ * read and write this process's memory; other memory of devices is copied by the client, in this process: before a
+ * transfer is begun, and, of a receive, when tb_client_transfer or tb_client_wait returns.
  *
  * A client belongs to one thread at a time. When its agent is gone, every call returns TB_LOST at once. */
 typedef struct tb_client tb_client;
@@ -695,14 +697,14 @@ typedef struct tb_client_transfer_opts {
     const char *semaphore;
     bool skip_lost;     /* as in tb_transfer_opts */
     bool hold;          /* the same, with tb_client_proceed; only with no_wait */
-    const void *stream; /* the same. Agents move host memory only, so it is ignored */
+    const void *stream; /* the same, but the call waits for the work that is on the stream, until the deadline: the
+                           agent can't */
 } tb_client_transfer_opts;
 
 /* Sends or receives the batch once; returns when the version is committed.
  *
- * Tensors that are not in memory of tb_alloc are copied by the agent. It writes what was received through a pair when
- * the transfer has ended, if that pair's part has succeeded, whatever becomes of other pairs: elements and padding, and
- * no other byte. A pair that has failed leaves such tensors as they are, and not torn, unless it was this write that
+ * Tensors that are copied are written when the transfer has ended, with what was received through a pair, if that
+ * pair's part has succeeded, whatever becomes of other pairs: elements and padding, and no other byte. A pair that has failed leaves such tensors as they are, and not torn, unless it was this write that
  * failed. A batch with such tensors is not sent and received at the same time (TB_REFUSED). */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
 
@@ -712,7 +714,7 @@ TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const 
  * like TB_ARRIVED without TB_SHADOW, that they are in this process. */
 TB_API tb_status tb_client_wait(tb_client_batch *batch, bool is_send, tb_event event, int timeout_ms);
 
-/* As tb_stream_wait, for a transfer that was begun with no_wait. */
+/* As tb_stream_wait, for a transfer that was begun with no_wait; it waits as tb_client_wait does, on every device. */
 TB_API tb_status tb_client_stream_wait(tb_client_batch *batch, bool is_send, tb_event event, const void *stream);
 
 /* Readable when the agent has something to tell: then tb_client_wait with a timeout of 0 takes it. Other calls take it,

@@ -1,9 +1,12 @@
 /* The devices of this build, and the defaults of optional slots. */
 #include "device/device.h"
 
+#include "base/descriptors.h"
 #include "base/mem.h"
 #include "device/host/memory.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,6 +65,22 @@ void tb__memory_key_fini(tb__memory_key *key) {
     *key = (tb__memory_key){0};
 }
 
+tb_status tb__memory_key_copy(const tb__memory_key *key, tb__memory_key *out) {
+    *out = (tb__memory_key){0};
+    tb__pack_raw(&out->bytes, key->bytes.data, key->bytes.count);
+    tb_status status = out->bytes.failed || !tb__vec_reserve(&out->fds, key->fds.count) ? TB_NO_MEMORY : TB_OK;
+    for (size_t i = 0; i < key->fds.count && status == TB_OK; i++) {
+        int fd = fcntl(key->fds.item[i], F_DUPFD_CLOEXEC, 0);
+        if (fd < 0)
+            status = tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
+        else
+            out->fds.item[out->fds.count++] = fd;
+    }
+    if (status != TB_OK)
+        tb__memory_key_fini(out);
+    return status;
+}
+
 /* ---- Memory of programs ----------------------------------------------------------------------------------------- */
 
 /* The first device that can do it. */
@@ -118,10 +137,10 @@ tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *o
     return TB_OK;
 }
 
-tb_status tb__device_map(tb__device *device, const tb__memory_key *key, tb__mapping **out) {
+tb_status tb__device_map(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out) {
     if (!device->ops->map)
         return tb__fail(TB_REFUSED, "device %s maps no memory of other processes", device->ops->name);
-    return device->ops->map(device, key, out);
+    return device->ops->map(device, key, is_writable, out);
 }
 
 static tb_status refuse_streams(const tb__device *device) {

@@ -52,6 +52,7 @@ struct tb__mapping {
     const struct tb__device_ops *ops; /* of the device that made it */
     char *base;                       /* for that device; of a host mapping, an address in this process */
     size_t nbytes;
+    int index; /* of the unit that the memory is on */
 };
 
 /* Enough to map memory in another process: bytes for a message, and descriptors that travel beside it. */
@@ -61,12 +62,16 @@ typedef struct tb__memory_key {
 } tb__memory_key;
 
 void tb__memory_key_fini(tb__memory_key *key); /* closes its descriptors */
+/* A key for the same memory, with descriptors of its own. */
+tb_status tb__memory_key_copy(const tb__memory_key *key, tb__memory_key *out);
 
 /* Which parts of a job to run, and on which buffers. */
 typedef struct tb__run {
     const uint32_t *parts; /* without duplicates, else TB_INVALID; NULL: the whole job */
     size_t nparts;
-    void *src_buffer, *dst_buffer; /* bases of addresses in buffers; NULL: there are none */
+    /* Bases of addresses in buffers, in host memory or the device's own; src_buffer also in a mapping of the device (its
+     * `base`). NULL: there are none. */
+    void *src_buffer, *dst_buffer;
     /* Fences of any device that must be done before the run starts, and must stay valid until this run's is done. If
      * one has failed, so does the run. */
     tb__fence *const *after;
@@ -102,8 +107,10 @@ typedef struct tb__device_ops {
     /* (optional; default: TB_REFUSED) Lets other processes map memory that `find` found. *key is empty before. */
     tb_status (*share)(tb__device *device, const tb__memory *memory, tb__memory_key *key);
     /* (with share) Maps it; the caller keeps owning the key. Offsets are relative to the memory's base, and `prepare`
-     * refuses moves beyond its nbytes. Devices can use their own mappings, and those of the host. */
-    tb_status (*map)(tb__device *device, const tb__memory_key *key, tb__mapping **out);
+     * refuses moves beyond its nbytes. Devices can use their own mappings, and those of the host. If it is writable,
+     * moves can also name addresses from the mapping's base on, like those of the device's own memory; the host refuses
+     * that (TB_REFUSED). */
+    tb_status (*map)(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out);
     /* No run of a job that uses it may be under way, and such a job must not be run again. */
     void (*unmap)(tb__device *device, tb__mapping *mapping);
 
@@ -161,7 +168,7 @@ void tb__device_close(tb__device *device); /* NULL is allowed */
 /* Call the slot of that name, or the default above if it is NULL. */
 const char *tb__device_unit_name(tb__device *device, int index);
 tb_status tb__device_share(tb__device *device, const tb__memory *memory, tb__memory_key *key);
-tb_status tb__device_map(tb__device *device, const tb__memory_key *key, tb__mapping **out);
+tb_status tb__device_map(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out);
 tb_status tb__device_stream_record(tb__device *device, const void *stream, tb__fence *fence);
 tb_status tb__device_stream_wait(tb__device *device, const void *stream, const tb__fence *fence);
 tb_status tb__device_gate_create(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);

@@ -149,7 +149,7 @@ static void test_failed_calls(void **state) {
     assert_int_equal(tb__device_share(b.device, &memory, &key), TB_REFUSED);
     assert_ok(tb__device_share(b.device, &memory, &key));
     slow_device_fail_call(SLOW_DEVICE_MAP, 0, TB_DENIED);
-    assert_int_equal(tb__device_map(b.device, &key, &mapping), TB_DENIED);
+    assert_int_equal(tb__device_map(b.device, &key, false, &mapping), TB_DENIED);
     assert_null(mapping);
     tb__memory_key_fini(&key);
     assert_false(wait_for(&b, &fence, 5));
@@ -409,7 +409,7 @@ static void test_alloc_on(void **state) {
     void *p = NULL, *host[2] = {NULL, NULL};
     (void)state;
     for (int i = 0; i < SLOW_DEVICE_NUNITS; i++) {
-        char name[16];
+        char name[20];
         snprintf(name, sizeof name, "slow:%d", i);
         assert_ok(tb_alloc_on(name, 1000, &p));
         assert_ok(tb__device_open("slow", &device));

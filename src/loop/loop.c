@@ -4,6 +4,7 @@
 #include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "loop/adopted.h"
 #include "loop/share.h"
 #include "loop/stream.h"
 
@@ -301,7 +302,10 @@ void tb__loop_remove_port(tb__loop *loop, tb__port *port) {
 }
 
 tb__device *tb__loop_find_memory(tb__loop *loop, const void *address, size_t nbytes, tb__memory *out) {
+    tb__device *adopted = loop->ndevices > 1 ? tb__adopted_find(loop, address, nbytes, out) : NULL;
     size_t i = 0;
+    if (adopted)
+        return adopted;
     while (i + 1 < loop->ndevices && !loop->devices[i]->ops->find(loop->devices[i], address, nbytes, out))
         i++;
     if (i + 1 < loop->ndevices)
@@ -436,6 +440,7 @@ tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
     loop->transport_rank = tb__transport_rank(opts->rank, opts->incarnation);
     tb__get_machine_id(opts->host, loop->host);
     pthread_mutex_init(&loop->lock, NULL);
+    pthread_mutex_init(&loop->adopted_lock, NULL);
     tb__monotonic_cond_init(&loop->changed);
     tb_status status = open_descriptors(loop);
     if (status == TB_OK)
@@ -490,5 +495,6 @@ void tb__loop_destroy(tb__loop *loop) {
         tb__fd_close(loop->epoll);
     pthread_cond_destroy(&loop->changed);
     pthread_mutex_destroy(&loop->lock);
+    pthread_mutex_destroy(&loop->adopted_lock);
     free(loop);
 }

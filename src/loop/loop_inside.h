@@ -40,6 +40,8 @@ struct tb__loop {
     tb__port *ports;
     tb__task *tasks;
     struct tb__region *regions[TB__REGION_BUCKETS];
+    pthread_mutex_t adopted_lock; /* guards the list, in which any thread looks */
+    struct tb__adopted *adopted;
     struct tb__quarantine *quarantine;
     bool is_all_in_quarantine; /* there was no memory to say which is */
     struct tb__share *shares;

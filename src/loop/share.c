@@ -4,6 +4,7 @@
 #include "base/log.h"
 #include "base/mem.h"
 #include "device/host/memory.h"
+#include "loop/adopted.h"
 #include "loop/loop_inside.h"
 
 #include <inttypes.h>
@@ -104,7 +105,7 @@ static tb_status send_share(tb__share *share, tb__peer *peer, uint64_t id) {
     tb__memory_key key = {0};
     tb__pack pack = {0};
     uint64_t fds = 0;
-    tb_status status = tb__device_share(share->device, &share->memory, &key);
+    tb_status status = tb__adopted_share(share->loop, share->device, &share->memory, &key);
     if (status == TB_OK && key.fds.count > 0)
         status = tb__transport_send_fds(peer->transport, peer->transport_rank, key.fds.item, key.fds.count, &fds);
     if (status == TB_OK) {
@@ -338,7 +339,7 @@ static tb_status map_import(tb__import *import, const char *device, const void *
     }
     import->device = status == TB_OK ? find_used_device(peer->loop, device) : NULL;
     if (status == TB_OK)
-        status = import->device ? tb__device_map(import->device, &key, &import->mapping) : TB_REFUSED;
+        status = import->device ? tb__device_map(import->device, &key, false, &import->mapping) : TB_REFUSED;
     tb__memory_key_fini(&key);
     return status;
 }

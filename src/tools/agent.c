@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, CHECKSUM, HTTP };
+enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, CHECKSUM, NO_GPU, HTTP };
 enum { MOST_RANKS = 1 << 20 };
 
 static const tool_option options[] = {
@@ -29,6 +29,7 @@ static const tool_option options[] = {
     [HOST] = {"host", "ID", "agents with the same one are on one host (the machine, and its network namespace)"},
     [CHECKSUM] = {"checksum", NULL,
                   "every bucket of every batch goes with a sum of its bytes, compared where it arrives"},
+    [NO_GPU] = {"no-gpu", NULL, "use no GPU: programs copy what they have there through host memory"},
     [HTTP] = {"http", "[ADDRESS:]PORT", "serve /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
@@ -107,6 +108,7 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     o->transport = value[TRANSPORT];
     o->host = value[HOST];
     o->checksum = value[CHECKSUM] != NULL;
+    o->no_gpu = value[NO_GPU] != NULL;
     return TB_OK;
 }
 

@@ -109,13 +109,15 @@ static void add_batches(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *batch;
-    columns(&table, (const char *const[]){"batch", "client", "pairs", "#tensors", "#size", "#version", "state", NULL});
+    columns(&table, (const char *const[]){"batch", "client", "pairs", "#tensors", "memory", "#size", "#version",
+                                          "state", NULL});
     json_array_foreach(list, i, batch) {
         const char *error = tool_json_text(batch, *tool_json_text(batch, "why") ? "why" : "error");
         tool_table_cell(&table, "%s", tool_json_text(batch, "id"));
         tool_table_cell(&table, "%s (%" PRId64 ")", tool_json_text(batch, "client"), tool_json_int(batch, "pid"));
         take_names(&table, json_object_get(batch, "pairs"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "tensors"));
+        tool_table_cell(&table, "%s", tool_json_text(batch, "memory"));
         tool_table_cell(&table, "%s", tool_size(tool_json_int(batch, "bytes")).text);
         tool_table_cell(&table, "%" PRId64 "%s", tool_json_int(batch, "version"), tool_batch_mixed(batch));
         tool_table_cell(&table, "%s%s%s", tool_json_text(batch, "state"), *error ? ": " : "", error);

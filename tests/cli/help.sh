@@ -50,7 +50,7 @@ has config json
 has doctor store token-file json
 has demo size ranks src dst staged checksum bus gpu
 has bench only rounds size staged checksum peers hosts check json gpu
-has agent name rank size store socket token-file timeout workers transport host checksum http
+has agent name rank size store socket token-file timeout workers transport host checksum no-gpu http
 has status socket all token-file timeout json
 has top socket interval once token-file
 

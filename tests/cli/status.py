@@ -177,6 +177,7 @@ try:
     good(a.reply(seq))
     batch = report(trainer_path)["batches"][0]
     check((batch["id"], batch["pairs"], batch["tensors"], batch["bytes"]) == ("b", ["p"], 1, NBYTES), f"{batch}")
+    check(batch["memory"] == "host", f"{batch}")
     check(batch["state"] == "idle" and batch["version"] == 0 and batch["last"] is None, f"{batch}")
 
     # One that waits for the other side.

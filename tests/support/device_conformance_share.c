@@ -184,7 +184,7 @@ static void close_fd(shared *x) {
 static tb_status map_key(tb__device *device, const void *bytes, size_t nbytes, int fd, tb__mapping **out) {
     tb__memory_key key = {.bytes = {.data = (unsigned char *)(uintptr_t)bytes, .count = nbytes},
                           .fds = {.item = &fd, .count = fd >= 0}};
-    return tb__device_map(device, &key, out);
+    return tb__device_map(device, &key, false, out);
 }
 
 static tb_status map_answer(const shared *x, tb__mapping **out) {

@@ -220,6 +220,12 @@ void *slow_translate(const void *address) {
     slow_lock();
     if (slow.seen && p >= slow.seen && p < slow.seen + POOL_NBYTES)
         p = slow.alias + (p - slow.seen);
+    for (const slow_mapping *m = LIST_FIRST(&slow.mappings); m; m = LIST_NEXT(m, link)) {
+        if (m->seen && !m->is_unmapped && p >= m->seen && p < m->seen + m->npages_bytes) {
+            p = m->pages + (p - m->seen);
+            break;
+        }
+    }
     slow_unlock();
     return (void *)(uintptr_t)p;
 }
@@ -237,6 +243,13 @@ void *slow_device_alloc_on(int unit, bool is_shareable, size_t nbytes) {
 
 void *slow_device_alloc(size_t nbytes) {
     return slow_device_alloc_on(0, true, nbytes);
+}
+
+size_t slow_device_count_buffer_runs(void) {
+    slow_lock();
+    size_t count = slow.nbuffer_runs;
+    slow_unlock();
+    return count;
 }
 
 size_t slow_device_count_allocations(int unit) {
@@ -358,7 +371,7 @@ static bool slow_find(tb__device *device, const void *address, size_t nbytes, tb
 /* ---- Other processes --------------------------------------------------------------------------------------------- */
 
 typedef struct key {
-    uint64_t inode, offset, nbytes;
+    uint64_t unit, inode, offset, nbytes;
 } key;
 
 static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__memory_key *out) {
@@ -373,7 +386,10 @@ static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__me
         return tb__fail(TB_INVALID, "the memory at %p is gone", memory->base);
     if (fstat(slow.fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
-    key k = {.inode = info.st_ino, .offset = (uint64_t)((char *)memory->base - slow.seen), .nbytes = memory->nbytes};
+    key k = {.unit = (uint64_t)memory->index,
+             .inode = info.st_ino,
+             .offset = (uint64_t)((char *)memory->base - slow.seen),
+             .nbytes = memory->nbytes};
     int fd = fcntl(slow.fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
         return tb__fail(TB_IO, "fcntl: %s", strerror(errno));
@@ -385,7 +401,14 @@ static tb_status slow_share(tb__device *device, const tb__memory *memory, tb__me
     return out->bytes.failed ? TB_NO_MEMORY : TB_OK;
 }
 
-static tb_status slow_map(tb__device *base, const tb__memory_key *given, tb__mapping **out) {
+/* The pages of the file, or addresses for so many without access. */
+static tb_status map_pages(int fd, uint64_t offset, size_t nbytes, int access, char **out) {
+    void *pages = mmap(NULL, nbytes, access, MAP_SHARED | MAP_NORESERVE, fd, (off_t)offset);
+    *out = pages == MAP_FAILED ? NULL : pages;
+    return *out ? TB_OK : tb__fail(TB_IO, "mmap: %s", strerror(errno));
+}
+
+static tb_status slow_map(tb__device *base, const tb__memory_key *given, bool is_writable, tb__mapping **out) {
     slow_device *device = (slow_device *)base;
     struct stat info;
     key k;
@@ -405,13 +428,18 @@ static tb_status slow_map(tb__device *base, const tb__memory_key *given, tb__map
         return TB_NO_MEMORY;
     size_t page = (size_t)sysconf(_SC_PAGESIZE), before = k.offset % page;
     mapping->npages_bytes = before + k.nbytes + 1; /* never nothing */
-    mapping->pages =
-        mmap(NULL, mapping->npages_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, (off_t)(k.offset - before));
-    if (mapping->pages == MAP_FAILED) {
+    tb_status status = map_pages(fd, k.offset - before, mapping->npages_bytes,
+                                 is_writable ? PROT_READ | PROT_WRITE : PROT_READ, &mapping->pages);
+    if (status == TB_OK && is_writable)
+        status = map_pages(fd, k.offset - before, mapping->npages_bytes, PROT_NONE, &mapping->seen);
+    if (status != TB_OK) {
+        if (mapping->pages)
+            munmap(mapping->pages, mapping->npages_bytes);
         free(mapping);
-        return tb__fail(TB_IO, "mmap: %s", strerror(errno));
+        return status;
     }
-    mapping->base = (tb__mapping){&slow_device_ops, (char *)mapping->pages + before, k.nbytes};
+    mapping->base =
+        (tb__mapping){&slow_device_ops, (is_writable ? mapping->seen : mapping->pages) + before, k.nbytes, (int)k.unit};
     slow_lock();
     device->nmappings++;
     LIST_INSERT_HEAD(&slow.mappings, mapping, link);
@@ -433,6 +461,8 @@ static void slow_unmap(tb__device *base, tb__mapping *given) {
     ((slow_device *)base)->nmappings--;
     slow_unlock();
     munmap(mapping->pages, mapping->npages_bytes);
+    if (mapping->seen)
+        munmap(mapping->seen, mapping->npages_bytes);
 }
 
 size_t slow_device_count_mappings(void) {

@@ -77,7 +77,8 @@ typedef struct pinned {
  * are noticed. */
 typedef struct slow_mapping {
     tb__mapping base;
-    void *pages;
+    char *pages;
+    char *seen; /* of one that can be written: addresses without access, by which moves name it */
     size_t npages_bytes;
     size_t nruns; /* under way, of jobs that use it */
     bool is_unmapped;
@@ -99,6 +100,7 @@ typedef struct slow_state {
     char *seen, *alias; /* the two mappings of the pool; NULL: it is not there yet */
     size_t used;
     uint64_t nallocations;
+    size_t nbuffer_runs;
     LIST_HEAD(allocations, allocation) allocations;
     LIST_HEAD(pins, pinned) pins;
     LIST_HEAD(slow_mappings, slow_mapping) mappings;

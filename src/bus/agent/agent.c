@@ -60,6 +60,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->index = opts->index;
     agent->size = opts->size;
     agent->checksum = opts->checksum;
+    agent->no_gpu = opts->no_gpu;
     agent->timeout_ms = opts->timeout_ms ? opts->timeout_ms : DEFAULT_TIMEOUT_MS;
     agent->begun_ms = tb__now_ms();
     pthread_mutex_init(&agent->done_lock, NULL);

@@ -19,6 +19,7 @@ typedef struct tb__agent_opts {
     const char *transport, *host; /* as in tb_world_opts */
     bool checksum;                /* all batches have it */
     int64_t plan_bytes;           /* as in tb_world_opts */
+    bool no_gpu;                  /* device memory of programs is not mapped: they copy it through host memory */
 } tb__agent_opts;
 
 /* Joins the bus and listens. */

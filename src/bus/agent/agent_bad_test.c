@@ -310,7 +310,8 @@ static void bad_calls(rank *r) {
                 TB_TIMEOUT, "nobody");
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     t.memory = "cuda";
-    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_REFUSED, "on device 'cuda'; agents move host memory");
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_REFUSED,
+                "said to be on device 'cuda', but is on device 'host'");
     t.memory = "host";
     t.ndim = TB_MAX_DIMS + 1;
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "dimensions");

@@ -4,6 +4,7 @@
 #include "layout/overlap.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 /* The state of adding tensors to a batch, in a job's thread. */
@@ -11,6 +12,7 @@ typedef struct filling {
     agent_job *job;
     tb_batch *batch;
     tb__client_file **files;      /* by descriptor of the frame; NULL: not mapped yet */
+    agent_memory **memories;      /* by device memory of the frame; likewise */
     agent_batch_pair *batch_pair; /* of the tensor before ... */
     tb_layout *layout;            /* ... and its layout */
     uint64_t nbytes;              /* of the tensor */
@@ -46,6 +48,35 @@ static tb_status map_client_file(filling *f, const tb__payload_memory *m, char *
     return TB_OK;
 }
 
+/* For reports. */
+static void note_device(agent_batch *b, const char *name) {
+    size_t length = strlen(name);
+    pthread_mutex_lock(&b->lock);
+    const char *at = b->devices;
+    while ((at = strstr(at, name)) && at[length] != ',' && at[length] != '\0')
+        at += length;
+    size_t used = strlen(b->devices);
+    if (!at && used + 1 + length < sizeof b->devices)
+        snprintf(b->devices + used, sizeof b->devices - used, "%s%s", used ? "," : "", name);
+    pthread_mutex_unlock(&b->lock);
+}
+
+static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char **out) {
+    agent_job *job = f->job;
+    agent_memory *memory = m->fd < job->message.memories.count ? f->memories[m->fd] : NULL;
+    if (!memory) {
+        TB_TRY(tb__agent_map_memory(job, m->fd, &memory));
+        f->memories[m->fd] = memory;
+    }
+    const tb__memory *whole = &memory->adopted->memory;
+    if (m->offset > whole->nbytes || m->nbytes > whole->nbytes - m->offset)
+        return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
+                        m->nbytes, m->offset, whole->nbytes);
+    *out = (char *)whole->base + m->offset;
+    note_device(job->batch, tb__device_unit_name(memory->adopted->device, whole->index));
+    return TB_OK;
+}
+
 /* Finds one of the tensor's memory areas. */
 static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory, const char *what, uint64_t needed,
                             char **out) {
@@ -55,6 +86,11 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
     f->nbytes += needed;
     if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
+    if (m->kind == TB__MEMORY_DEVICE) {
+        f->mirrored.is_all = false;
+        return map_device_memory(f, m, out);
+    }
+    note_device(f->job->batch, "host");
     if (m->kind == TB__MEMORY_FD) {
         f->mirrored.is_all = false;
         return map_client_file(f, m, out);
@@ -75,6 +111,8 @@ void tb__agent_batch_empty(agent_batch *b) {
         tb__client_process_unmap_file(&s->process, b->files.item[i].file);
     pthread_mutex_unlock(&s->process_lock);
     free(b->files.item);
+    tb__agent_drop_memories(b, 0);
+    free(b->memories.item);
     tb__agent_mirrors_free(b);
 }
 
@@ -90,6 +128,7 @@ static void drop_files(agent_batch *b, uint64_t round) {
     }
     pthread_mutex_unlock(&s->process_lock);
     b->files.count = nkept;
+    tb__agent_drop_memories(b, round);
 }
 
 tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
@@ -226,7 +265,7 @@ static void set_registering(agent_batch *b, tb_batch *batch) {
 static tb_status fill_batch(filling *f) {
     agent_batch *b = f->job->batch;
     TB_TRY(add_all_tensors(f));
-    f->job->message.tensors = (tb__entries){0};
+    f->job->message.tensors = f->job->message.memories = (tb__entries){0};
     tb__agent_job_drop_frame(f->job); /* registering may take long */
     set_registering(b, f->batch);
     tb_status status = tb__batch_register_cancellable(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
@@ -247,7 +286,9 @@ static void undo_round(agent_batch *b) {
 
 tb_status tb__agent_batch_fill(agent_job *job) {
     const tb__message *m = &job->message;
-    filling f = {.job = job, .files = tb__calloc(job->nfds, sizeof *f.files)};
+    filling f = {.job = job,
+                 .files = tb__calloc(job->nfds, sizeof *f.files),
+                 .memories = tb__calloc(m->memories.count, sizeof *f.memories)};
     tb_batch_opts opts = {.size = sizeof opts,
                           .bucket_size = (int64_t)m->bucket_size,
                           .staging_bytes = (int64_t)m->staging_bytes,
@@ -262,7 +303,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .ignored = m->ignored.item,
                           .nignored = m->ignored.count};
     agent_batch *b = job->batch;
-    tb_status status = f.files ? TB_OK : TB_NO_MEMORY;
+    tb_status status = f.files && f.memories ? TB_OK : TB_NO_MEMORY;
     f.batch = b->batch; /* NULL: it has to be made */
     if (status == TB_OK && !f.batch)
         status = tb_batch_create(job->agent->world, b->id, &opts, &f.batch);
@@ -270,6 +311,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
         status = fill_batch(&f);
     tb_layout_destroy(f.layout);
     free(f.files);
+    free(f.memories);
     if (status == TB_OK) {
         job->registered = f.batch;
         return TB_OK;

@@ -1,8 +1,8 @@
 /* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (commands that run,
  * and background work), agent_pair.c, agent_command.c and agent_transfer.c (what commands do), agent_outcome.c (results
- * of transfers), agent_batch.c (tensors and their memory), agent_mirror.c (memory that is not mapped), agent_report.c
- * (the JSON report). Everything but the jobs' threads runs in the loop's thread, which never waits for a peer or for
- * the store. */
+ * of transfers), agent_batch.c (tensors and their memory), agent_memory.c (of devices), agent_mirror.c (that is not
+ * mapped), agent_report.c (the JSON report). Everything but the jobs' threads runs in the loop's thread, which never
+ * waits for a peer or for the store. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
 #define TB_BUS_AGENT_AGENT_INSIDE_H
 
@@ -13,6 +13,7 @@
 #include "bus/protocol/protocol.h"
 #include "bus/store/address.h"
 #include "bus/world.h"
+#include "loop/adopted.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -29,6 +30,14 @@ enum {
 typedef struct agent_job agent_job;
 typedef TB_VEC(int) tb__fds;
 
+/* Device memory of a client, mapped once however many batches use it. */
+typedef struct agent_memory {
+    uint64_t id; /* the client's number of it */
+    tb__adopted *adopted;
+    size_t refs;
+    LIST_ENTRY(agent_memory) link;
+} agent_memory;
+
 /* One client's connection. */
 typedef struct agent_session {
     LIST_ENTRY(agent_session) link;
@@ -44,7 +53,8 @@ typedef struct agent_session {
     int64_t deadline_ms; /* for its Hello, and, when is_closing, for taking its replies */
     char *name;
     tb__client_process process;
-    pthread_mutex_t process_lock; /* jobs map and unmap files */
+    pthread_mutex_t process_lock; /* jobs map and unmap files, and device memory */
+    LIST_HEAD(agent_memories, agent_memory) memories;
     tb__frame_reader in;
     tb__fds fds;     /* that belong to the next frame ... */
     tb__fds new_fds; /* ... and those of the last read, which belong to the last frame of which bytes have arrived */
@@ -108,6 +118,12 @@ typedef struct agent_file {
     uint64_t round; /* the RegisterTensors that added it; it is unmapped with the last pair of that round */
 } agent_file;
 
+/* Device memory of the client that tensors are in. */
+typedef struct agent_memory_use {
+    agent_memory *memory;
+    uint64_t round; /* as in agent_file */
+} agent_memory_use;
+
 typedef struct agent_batch {
     LIST_ENTRY(agent_batch) link;
     char *id;
@@ -115,6 +131,7 @@ typedef struct agent_batch {
     tb_batch *batch;                      /* NULL: it is being registered */
     TB_VEC(agent_batch_pair) batch_pairs; /* change only between transfers */
     TB_VEC(agent_file) files;
+    TB_VEC(agent_memory_use) memories;
     TB_VEC(agent_mirror) mirrors;
     uint64_t round;            /* the number of RegisterTensors */
     bool is_changing;          /* pairs are being added or removed */
@@ -124,6 +141,7 @@ typedef struct agent_batch {
     pthread_mutex_t lock;      /* guards what follows */
     tb_batch *registering;     /* the batch, while it or a further pair is being registered */
     bool is_ending;            /* to be destroyed when its last job has ended */
+    char devices[128];         /* that its tensors are on: "host,cuda:0" */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
     tb_transfer_state last;    /* the state of the last one that ended ... */
@@ -180,7 +198,7 @@ struct tb__agent {
     char *group, *token;
     int32_t index, size;
     int timeout_ms;
-    bool checksum;
+    bool checksum, no_gpu;
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
@@ -296,6 +314,12 @@ tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
 /* Removes a pair, its tensors, and memory that only they use. In the job's thread. */
 tb_status tb__agent_batch_drop(agent_batch *batch, size_t batch_pair);
 void tb__agent_batch_empty(agent_batch *batch); /* frees tensors and memory of a batch without jobs; in any thread */
+
+/* agent_memory.c: device memory of clients. In a job's thread. */
+/* Maps memory `index` of the frame, unless that was done; *out is its base. If it can't be mapped, the reply says so.
+ */
+tb_status tb__agent_map_memory(agent_job *job, size_t index, agent_memory **out);
+void tb__agent_drop_memories(agent_batch *batch, uint64_t round); /* of this RegisterTensors; 0: all */
 
 /* agent_mirror.c */
 /* Finds or makes the mirror of these bytes of the client, for a tensor of the pair. */

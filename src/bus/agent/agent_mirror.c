@@ -72,7 +72,7 @@ bool tb__agent_has_mirrors(const agent_batch *b) {
 }
 
 bool tb__agent_is_mirrored(const agent_batch *b) {
-    return b->mirrors.count > 0 && b->files.count == 0;
+    return b->mirrors.count > 0 && b->files.count == 0 && b->memories.count == 0;
 }
 
 void tb__agent_mirrors_free(agent_batch *b) {

@@ -106,7 +106,7 @@ static void report_pairs(tb__text *out, const tb__agent *agent) {
 static void report_batch(tb__text *out, agent_batch *b) {
     tb_transfer_state now[2] = {{.size = sizeof *now}, {.size = sizeof *now}}, last;
     bool is_moving[2], was_send;
-    char error[TB__WHY_MAX], why[SENTENCE] = "";
+    char error[TB__WHY_MAX], why[SENTENCE] = "", devices[sizeof b->devices];
     pthread_mutex_lock(&b->lock);
     for (int i = 0; i < 2; i++) {
         is_moving[i] = b->is_busy[i];
@@ -116,6 +116,7 @@ static void report_batch(tb__text *out, agent_batch *b) {
     last = b->last;
     was_send = b->was_send;
     snprintf(error, sizeof error, "%s", b->error);
+    memcpy(devices, b->devices, sizeof devices);
     uint64_t version = b->version, nbytes = 0;
     bool is_mixed = b->is_mixed;
     size_t ntensors = 0;
@@ -144,9 +145,9 @@ static void report_batch(tb__text *out, agent_batch *b) {
         tb__text_add_json(out, b->batch_pairs.item[i].pair->name);
     }
     tb__text_add(out,
-                 "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64
+                 "],\"tensors\":%zu,\"memory\":\"%s\",\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64
                  ",\"mixed\":%s,\"transfers\":[",
-                 ntensors, nbytes, state, version, is_mixed ? "true" : "false");
+                 ntensors, devices, nbytes, state, version, is_mixed ? "true" : "false");
     for (int i = 0; i < 2; i++) {
         if (is_moving[i])
             report_transfer(out, &now[i], i == 1);

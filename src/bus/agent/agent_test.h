@@ -18,6 +18,7 @@ typedef struct house {
     const char *token;
     int timeout_ms;
     int64_t plan_bytes;
+    bool no_gpu;
     const char *const *groups; /* of the ranks, those of one group in a row; NULL: "a" and "b" */
     struct seat {
         tb__agent *agent;
@@ -54,7 +55,8 @@ static inline void seat_open(house *h, int position) {
                            .size = r->size,
                            .token = h->token,
                            .timeout_ms = h->timeout_ms ? h->timeout_ms : PATIENCE_MS,
-                           .plan_bytes = h->plan_bytes};
+                           .plan_bytes = h->plan_bytes,
+                           .no_gpu = h->no_gpu};
     check_ok(tb__agent_create(&opts, &s->agent));
     check(pthread_create(&s->loop, NULL, seat_main, s) == 0);
 }

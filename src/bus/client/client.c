@@ -232,6 +232,7 @@ tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, si
     message->timeout_ms = (uint64_t)timeout_ms;
     TB_TRY(tb__client_post(c, message, fds, nfds, deadline_ms, &seq));
     TB_TRY(tb__client_await_reply(c, seq, deadline_ms, what, &reply));
+    c->is_unmapped = reply->message.unmapped.value;
     if (reply->message.status != TB_OK) {
         tb_status status = tb__fail(reply->message.status, "%s", reply->message.message);
         tb__client_reply_free(reply);
@@ -361,6 +362,7 @@ void tb__client_unref(tb_client *c) {
         free(c->pairs.item[i].layout);
     }
     free(c->pairs.item);
+    tb__client_close_devices(c);
     free(c->group);
     free(c->path);
     free(c);

@@ -1,8 +1,8 @@
 /* Pairs and batches of a client. */
 #include "bus/client/client.h"
 
+#include "base/log.h"
 #include "base/opts.h"
-#include "bus/protocol/payload.h"
 #include "device/host/memory.h"
 #include "layout/overlap.h"
 #include "reshard/encode.h"
@@ -105,12 +105,9 @@ tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_
     return TB_OK;
 }
 
-/* Describes memory of this process for the agent: a file and an offset, or an address. */
-static tb_status describe_memory(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
-                                 tb__payload_memory *out) {
+tb_status tb__client_describe_host(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
+                                   tb__payload_memory *out) {
     tb__arena_file file;
-    if (nbytes == 0)
-        return TB_OK;
     *out = (tb__payload_memory){.kind = TB__MEMORY_ADDRESS, .address = (uint64_t)(uintptr_t)at, .nbytes = nbytes};
     if (!tb__memory_find(at, nbytes, &file))
         return TB_OK;
@@ -124,29 +121,101 @@ static tb_status describe_memory(tb_client_batch *b, struct tb__client_tensor *m
     return i < b->fds.count || tb__vec_push(&b->fds, file.fd) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status describe_plain(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
-                                const tb_shape *local, tb__tensor_payload *p) {
+/* A tensor that is being described. */
+typedef struct description {
+    tb_client_batch *batch;
+    struct tb__client_tensor *mine;
+    const tb_tensor *tensor;
+    tb_layout *pair;
+    tb_shape local; /* of this rank's part */
+    tb__tensor_payload *payload;
+} description;
+
+/* *copy is SIZE_MAX unless the memory is copied. */
+static tb_status describe_memory(const description *d, const void *at, size_t nbytes, tb__payload_memory *out,
+                                 size_t *copy) {
+    tb__device *device;
+    tb__memory memory;
+    *copy = SIZE_MAX;
+    if (nbytes == 0)
+        return TB_OK;
+    TB_TRY(tb__client_find_device(d->batch->client, at, nbytes, &device, &memory));
+    const char *unit = device ? tb__device_unit_name(device, memory.index) : "host", *said = d->tensor->memory;
+    if (said && strcmp(said, unit) != 0 && !(device && strcmp(said, device->ops->name) == 0))
+        return tb__fail(TB_REFUSED, "its memory is said to be on device '%.40s', but is on device '%s'", said, unit);
+    if (!device)
+        return tb__client_describe_host(d->batch, d->mine, at, nbytes, out);
+    d->mine->name = d->payload->name;
+    return tb__client_describe_device(d->batch, d->mine, device, &memory, at, nbytes, out, copy);
+}
+
+static tb_status add_box(const description *d, const tb_binding *binding, size_t copy, bool is_read, bool is_written) {
+    tb__client_box box = {.binding = *binding, .copy = copy, .is_read = is_read, .is_written = is_written};
+    return tb__vec_push(&d->mine->boxes, box) ? TB_OK : TB_NO_MEMORY;
+}
+
+/* What is received is written back, and nothing else: the view's elements, and its padding. */
+static tb_status add_viewed_boxes(const description *d, const tb_binding *storage, size_t copy) {
+    const tb__tensor_payload *p = d->payload;
+    const tb_layout *layout = p->layout ? p->layout : d->pair;
+    tb_view *view;
+    tb_binding viewed, *padding = NULL;
+    size_t npadding = 0;
+    TB_TRY(add_box(d, storage, copy, true, !d->tensor->view));
+    if (!d->tensor->view)
+        return TB_OK;
+    TB_TRY(tb_view_parse(d->tensor->view, &view));
+    int32_t seat = d->batch->client->index;
+    tb_status status = tb_view_bind(view, &p->shape, layout, seat, storage, &viewed);
+    if (status == TB_OK)
+        status = tb_view_padding(view, &p->shape, layout, seat, storage, &padding, &npadding);
+    if (status == TB_OK)
+        status = add_box(d, &viewed, copy, false, true);
+    for (size_t i = 0; i < npadding && status == TB_OK; i++)
+        status = add_box(d, &padding[i], copy, false, true);
+    free(padding);
+    tb_view_destroy(view);
+    return status;
+}
+
+static tb_status describe_plain(const description *d) {
+    const tb_tensor *t = d->tensor;
     tb_binding binding;
     uintptr_t first, last;
-    TB_TRY(tb_binding_contiguous(t->data, 0, t->dtype, local, &binding));
+    size_t copy;
+    TB_TRY(tb_binding_contiguous(t->data, 0, t->dtype, &d->local, &binding));
     if (t->strides)
-        memcpy(binding.strides, t->strides, (size_t)local->ndim * sizeof *t->strides);
+        memcpy(binding.strides, t->strides, (size_t)d->local.ndim * sizeof *t->strides);
     TB_TRY(tb__binding_span(&binding, &first, &last));
     if (first != last && !t->data)
         return tb__fail(TB_INVALID, "its data is NULL, but this rank holds some of it");
-    return describe_memory(b, mine, (void *)first, last - first, &p->data); // NOLINT(performance-no-int-to-ptr)
+    TB_TRY(describe_memory(d, (void *)first, last - first, &d->payload->data, &copy)); // NOLINT
+    return copy == SIZE_MAX ? TB_OK : add_viewed_boxes(d, &binding, copy);
 }
 
-static tb_status describe_encoded(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
-                                  const tb_shape *local, tb__tensor_payload *p) {
+/* All of its bytes, which are side by side. */
+static tb_status describe_bytes(const description *d, void *at, size_t nbytes, tb__payload_memory *out) {
+    tb_shape shape = {.ndim = 1, .dim = {(int64_t)nbytes}};
+    tb_binding binding;
+    size_t copy;
+    TB_TRY(describe_memory(d, at, nbytes, out, &copy));
+    if (copy == SIZE_MAX)
+        return TB_OK;
+    TB_TRY(tb_binding_contiguous(at, 0, TB_U8, &shape, &binding));
+    return add_box(d, &binding, copy, true, true);
+}
+
+static tb_status describe_encoded(const description *d) {
+    const tb_tensor *t = d->tensor;
+    tb__tensor_payload *p = d->payload;
     tb__encoding encoding;
     tb__encoded_size size;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
-    TB_TRY(tb__encoded_measure(&encoding, local, &size));
-    TB_TRY(describe_memory(b, mine, t->data, size.data_nbytes, &p->data));
+    TB_TRY(tb__encoded_measure(&encoding, &d->local, &size));
+    TB_TRY(describe_bytes(d, t->data, size.data_nbytes, &p->data));
     if (t->scales)
-        TB_TRY(describe_memory(b, mine, t->scales, size.scales_nbytes, &p->scales));
-    return t->scale ? describe_memory(b, mine, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
+        TB_TRY(describe_bytes(d, t->scales, size.scales_nbytes, &p->scales));
+    return t->scale ? describe_bytes(d, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
 }
 
 static tb_status describe_tensor(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
@@ -166,22 +235,78 @@ static tb_status describe_tensor(tb_client_batch *b, struct tb__client_tensor *m
     if (t->layout)
         TB_TRY(tb_layout_parse(t->layout, &p->layout));
     TB_TRY(tb_layout_local(p->layout ? p->layout : pair, &p->shape, b->client->index, &local));
-    tb_shape part = local.shape;
-    part.ndim = t->ndim;
+    description d = {.batch = b, .mine = mine, .tensor = t, .pair = pair, .local = local.shape, .payload = p};
+    d.local.ndim = t->ndim;
     tb_local_fini(&local);
-    return t->encode ? describe_encoded(b, mine, t, &part, p) : describe_plain(b, mine, t, &part, p);
+    return t->encode ? describe_encoded(&d) : describe_plain(&d);
 }
 
-static tb_status encode_tensor(tb_client_batch *b, const char *pair_name, const tb_tensor *t, tb_layout *pair,
-                               tb__tensor_payload *p) {
-    struct tb__client_tensor mine = {.pair = pair_name};
-    TB_TRY(describe_tensor(b, &mine, t, pair, p));
-    tb_status status = tb__tensor_encode(p, pair, &mine.payload);
+static void free_tensor(struct tb__client_tensor *t) {
+    free(t->payload.item);
+    free(t->boxes.item);
+}
+
+/* Copies what the tensor's description points to. */
+static tb_status keep_given(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t) {
+    const char **texts[] = {&mine->given.layout,      &mine->given.view,   &mine->given.encode,
+                            &mine->given.scale_group, &mine->given.memory, &mine->name};
+    int64_t *strides = t->strides ? tb__arena_alloc(&b->arena, (size_t)t->ndim, sizeof *strides) : NULL;
+    mine->given = *t;
+    if (t->strides && !strides)
+        return TB_NO_MEMORY;
+    if (strides)
+        memcpy(strides, t->strides, (size_t)t->ndim * sizeof *strides);
+    mine->given.strides = strides;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        if (*texts[i] && !(*texts[i] = tb__arena_strdup(&b->arena, *texts[i])))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+static tb_status encode_tensor(tb_client_batch *b, const tb_tensor *t, tb_layout *pair, const char *name,
+                               struct tb__client_tensor *mine) {
+    tb__tensor_payload p = {.name = name};
+    tb_status status = describe_tensor(b, mine, t, pair, &p);
+    if (status == TB_OK)
+        status = tb__tensor_encode(&p, pair, &mine->payload);
+    tb_layout_destroy(p.layout);
+    return status;
+}
+
+static tb_status add_tensor(tb_client_batch *b, const struct tb__client_pair *pair, const char *name,
+                            const tb_tensor *t) {
+    struct tb__client_tensor mine = {.pair = pair->name};
+    tb_layout *layout;
+    TB_TRY(tb_layout_parse(pair->layout, &layout));
+    tb_status status = encode_tensor(b, t, layout, name, &mine);
+    tb_layout_destroy(layout);
+    if (status == TB_OK && mine.name)
+        status = keep_given(b, &mine, t);
     if (status == TB_OK && !tb__vec_push(&b->tensors, mine))
         status = TB_NO_MEMORY;
     if (status != TB_OK)
-        free(mine.payload.item);
+        free_tensor(&mine);
     return status;
+}
+
+/* Describes a tensor anew: its memory is not mapped, but copied. */
+static tb_status encode_again(tb_client_batch *b, struct tb__client_tensor *t) {
+    const struct tb__client_pair *pair = find_client_pair(b->client, t->pair);
+    struct tb__client_tensor again = {.pair = t->pair};
+    tb_layout *layout;
+    TB_TRY(tb_layout_parse(pair->layout, &layout));
+    tb_status status = encode_tensor(b, &t->given, layout, t->name, &again);
+    tb_layout_destroy(layout);
+    if (status != TB_OK) {
+        free_tensor(&again);
+        return tb__fail_within(status, "tensor '%.100s'", t->name);
+    }
+    again.name = t->name;
+    again.given = t->given;
+    free_tensor(t);
+    *t = again;
+    return TB_OK;
 }
 
 /* Whether the agent has the pair in this batch. */
@@ -204,18 +329,9 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
     tb_status status = tb__struct_read(&t, sizeof t, tensor, 0, "a tb_tensor");
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s'", name);
-    if (t.memory && strcmp(t.memory, "host") != 0)
-        return tb__fail(TB_REFUSED,
-                        "tensor '%.100s': its memory is said to be on device '%.40s'; agents move host memory", name,
-                        t.memory);
     if (t.ndim < 0 || t.ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, t.ndim);
-    tb_layout *layout;
-    tb__tensor_payload p = {.name = name};
-    TB_TRY(tb_layout_parse(known->layout, &layout));
-    status = encode_tensor(b, known->name, &t, layout, &p);
-    tb_layout_destroy(p.layout);
-    tb_layout_destroy(layout);
+    status = add_tensor(b, known, name, &t);
     if (status != TB_OK)
         tb__prefix_detail("tensor '%.100s'", name);
     return status;
@@ -255,6 +371,32 @@ static tb_status gather_fds(const tb_client_batch *b, int **out, size_t *count) 
     return TB_OK;
 }
 
+/* With the descriptors of device memory after those of files. */
+static tb_status call_with_memories(tb_client_batch *b, tb__message *message, const int *fds, size_t nfds,
+                                    int timeout_ms) {
+    tb__memory_key key = {0}; /* for the descriptors */
+    tb_status status = tb__client_share_memories(b, nfds, &message->memories, &key);
+    int *all = tb__malloc(nfds + key.fds.count, sizeof *all);
+    if (status == TB_OK && !all)
+        status = TB_NO_MEMORY;
+    if (status == TB_OK) {
+        memcpy(all, fds, nfds * sizeof *all);
+        if (key.fds.count > 0)
+            memcpy(all + nfds, key.fds.item, key.fds.count * sizeof *all);
+        status =
+            tb__client_call(b->client, message, all, nfds + key.fds.count, timeout_ms, "registered the batch", NULL);
+    } else {
+        b->client->is_unmapped = status == TB_REFUSED;
+    }
+    for (size_t i = 0; i < message->memories.count; i++)
+        free((void *)(uintptr_t)message->memories.item[i].payload.data);
+    free((void *)(uintptr_t)message->memories.item);
+    message->memories = (tb__entries){0};
+    tb__memory_key_fini(&key);
+    free(all);
+    return status;
+}
+
 static tb_status send_tensors(tb_client_batch *b, tb__message *message, int timeout_ms) {
     size_t n = b->tensors.count - b->nregistered, nfds = 0;
     int *fds = NULL;
@@ -266,10 +408,21 @@ static tb_status send_tensors(tb_client_batch *b, tb__message *message, int time
     }
     message->tensors = (tb__entries){n, entries};
     if (status == TB_OK)
-        status = tb__client_call(b->client, message, fds, nfds, timeout_ms, "registered the batch", NULL);
+        status = call_with_memories(b, message, fds, nfds, timeout_ms);
     free(entries);
     free(fds);
     return status;
+}
+
+/* The agent can't map device memory. */
+static tb_status copy_from_now_on(tb_client_batch *b) {
+    tb__log(TB_LOG_INFO, "batch '%s': device memory is copied through host memory: %s", b->name, tb_error_detail());
+    b->client->copies_memory = true;
+    for (size_t i = b->nregistered; i < b->tensors.count; i++) {
+        if (b->tensors.item[i].name)
+            TB_TRY(encode_again(b, &b->tensors.item[i]));
+    }
+    return TB_OK;
 }
 
 tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
@@ -293,6 +446,11 @@ tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
     for (size_t i = 0; is_empty && i < b->client->pairs.count; i++)
         TB_TRY(tb_client_batch_add_pair(b, b->client->pairs.item[i].name));
     tb_status status = send_tensors(b, &message, timeout_ms);
+    if (status == TB_REFUSED && b->client->is_unmapped && !b->client->copies_memory) {
+        status = copy_from_now_on(b);
+        if (status == TB_OK)
+            status = send_tensors(b, &message, timeout_ms);
+    }
     if (status == TB_OK) {
         b->is_registered = true;
         b->nregistered = b->tensors.count;
@@ -305,7 +463,7 @@ static void forget_tensors(tb_client_batch *b, const char *pair) {
     size_t nkept = 0, nregistered = 0;
     for (size_t i = 0; i < b->tensors.count; i++) {
         if (strcmp(b->tensors.item[i].pair, pair) == 0) {
-            free(b->tensors.item[i].payload.item);
+            free_tensor(&b->tensors.item[i]);
             continue;
         }
         nregistered += i < b->nregistered;
@@ -360,7 +518,11 @@ void tb_client_batch_destroy(tb_client_batch *b) {
     tb__client_unref(b->client);
     tb__arena_fini(&b->arena);
     for (size_t i = 0; i < b->tensors.count; i++)
-        free(b->tensors.item[i].payload.item);
+        free_tensor(&b->tensors.item[i]);
+    for (size_t i = 0; i < b->copies.count; i++)
+        tb_free(b->copies.item[i].buffer);
+    free(b->copies.item);
+    free(b->memories.item);
     free(b->tensors.item);
     free(b->fds.item);
     free(b->name);

@@ -60,6 +60,57 @@ static tb__pending_transfer *find_transfer(const tb_client_batch *b, bool is_sen
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
+static int64_t deadline_of(const tb_client *c, const tb_client_transfer_opts *o) {
+    return tb__now_ms() + (o->timeout_ms > 0 ? o->timeout_ms : c->timeout_ms);
+}
+
+/* Device memory is the agent's from the call on: so the work on the stream is waited for, and copies are made, before.
+ * Also to receive: what does not arrive stays as it is. */
+static tb_status prepare_memory(const tb_client_batch *b, bool is_send, const tb_client_transfer_opts *o) {
+    int64_t deadline_ms = deadline_of(b->client, o);
+    const tb__pending_transfer *other = b->copies.count > 0 ? find_transfer(b, !is_send, NULL) : NULL;
+    if (other && other->status == TB_OK && !(other->events & TB_COMMITTED))
+        return tb__fail(TB_REFUSED,
+                        "batch '%s' is being %s, and its tensors are copied through host memory; wait for that",
+                        b->name, is_send ? "received" : "sent");
+    if (o->stream)
+        TB_TRY(tb__client_wait_stream(b, o->stream, deadline_ms));
+    return tb__client_copy_out(b, deadline_ms);
+}
+
+static bool is_first_of_pair(const tb_client_batch *b, size_t tensor) {
+    for (size_t i = 0; i < tensor; i++) {
+        if (strcmp(b->tensors.item[i].pair, b->tensors.item[tensor].pair) == 0)
+            return false;
+    }
+    return true;
+}
+
+/* Copies what was received to device memory, of the pairs that have succeeded. */
+static tb_status deliver_received(tb_client_batch *b, tb_status status) {
+    size_t npairs = 0;
+    for (size_t i = 0; i < b->nregistered && b->copies.count > 0; i++)
+        npairs += is_first_of_pair(b, i);
+    for (size_t i = 0; i < b->nregistered && npairs > 0; i++) {
+        const char *pair = b->tensors.item[i].pair;
+        tb_client_pair_state state = {.size = sizeof state, .status = status};
+        if (!is_first_of_pair(b, i))
+            continue;
+        if (npairs > 1 && status != TB_OK)
+            TB_TRY(tb_client_query_pair(b, pair, &state));
+        if (state.status == TB_OK)
+            TB_TRY(tb__client_copy_back(b, pair, tb__now_ms() + b->client->timeout_ms));
+    }
+    return TB_OK;
+}
+
+/* Keeps the sentence of the transfer's own failure. */
+static tb_status end_receive(tb_client_batch *b, tb_status status) {
+    tb__saved_detail why = tb__save_detail();
+    tb_status delivered = deliver_received(b, status);
+    return status == TB_OK ? delivered : tb__fail(status, "%s", why.text);
+}
+
 /* The transfer is added before the call, because events may arrive with the reply. An earlier one is removed when the
  * agent has accepted this. */
 static tb_status begin_without_waiting(tb_client_batch *b, tb__message *message, const tb_client_transfer_opts *o) {
@@ -95,9 +146,11 @@ tb_status tb_client_transfer(tb_client_batch *b, bool is_send, const tb_client_t
                            .hold = o.hold,
                            .skip_lost = o.skip_lost,
                            .semaphore_name = o.semaphore};
+    TB_TRY(prepare_memory(b, is_send, &o));
     if (o.no_wait)
         return begin_without_waiting(b, &message, &o);
-    return tb__client_call(b->client, &message, NULL, 0, o.timeout_ms, "ended the transfer", NULL);
+    tb_status status = tb__client_call(b->client, &message, NULL, 0, o.timeout_ms, "ended the transfer", NULL);
+    return is_send ? status : end_receive(b, status);
 }
 
 tb_status tb_client_proceed(tb_client_batch *b) {
@@ -108,9 +161,38 @@ tb_status tb_client_proceed(tb_client_batch *b) {
 
 /* ---- Wait ------------------------------------------------------------------------------------------------------ */
 
+/* What has arrived, or was committed, is in the tensors when the wait for that returns. */
+static tb_status deliver_once(tb_client_batch *b, tb__pending_transfer *t) {
+    unsigned now = (unsigned)TB_COMMITTED | (b->opts.commit == TB_SHADOW ? 0U : (unsigned)TB_ARRIVED);
+    if (t->is_send || t->is_delivered || (!(t->events & now) && t->status == TB_OK))
+        return TB_OK;
+    t->is_delivered = true;
+    return end_receive(b, t->status == TB_OK ? TB_OK : tb__fail(t->status, "%s", t->why));
+}
+
+static tb_status wait_for_event(tb_client_batch *b, tb__pending_transfer *t, size_t event, int timeout_ms) {
+    int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms : tb__now_ms() + timeout_ms;
+    unsigned wanted = (unsigned)events[event].event;
+    while (!(t->events & wanted)) {
+        if (t->status != TB_OK) {
+            TB_TRY(deliver_once(b, t));
+            return tb__fail(t->status, "%s", t->why);
+        }
+        if (t->events & TB_COMMITTED)
+            return tb__fail(TB_INVALID, "the transfer of batch '%s' has ended, and was not held back", b->name);
+        tb_status status = tb__client_listen(b->client, deadline_ms, "told of an event");
+        if (status == TB_TIMEOUT)
+            return tb__fail(TB_TIMEOUT, "batch '%s' has not %s %s", b->name, events[event].what,
+                            timeout_ms < 0 ? "by the transfer's deadline" : "so far");
+        if (status != TB_OK && !(t->events & wanted) && t->status == TB_OK)
+            return status;
+    }
+    return deliver_once(b, t);
+}
+
 tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int timeout_ms) {
     TB_TRY(tb__client_check(b->client, "batch"));
-    const tb__pending_transfer *t = find_transfer(b, is_send, NULL);
+    tb__pending_transfer *t = find_transfer(b, is_send, NULL);
     size_t i = 0;
     while (i < NEVENTS && events[i].event != event)
         i++;
@@ -123,20 +205,7 @@ tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int t
     if (!t)
         return tb__fail(TB_INVALID, "no %s of batch '%s' was begun with no_wait", is_send ? "sending" : "receiving",
                         b->name);
-    int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms : tb__now_ms() + timeout_ms;
-    while (!(t->events & (unsigned)event)) {
-        if (t->status != TB_OK)
-            return tb__fail(t->status, "%s", t->why);
-        if (t->events & TB_COMMITTED)
-            return tb__fail(TB_INVALID, "the transfer of batch '%s' has ended, and was not held back", b->name);
-        tb_status status = tb__client_listen(b->client, deadline_ms, "told of an event");
-        if (status == TB_TIMEOUT)
-            return tb__fail(TB_TIMEOUT, "batch '%s' has not %s %s", b->name, events[i].what,
-                            timeout_ms < 0 ? "by the transfer's deadline" : "so far");
-        if (status != TB_OK && !(t->events & (unsigned)event) && t->status == TB_OK)
-            return status;
-    }
-    return TB_OK;
+    return wait_for_event(b, t, i, timeout_ms);
 }
 
 /* The event has happened when this returns, so work submitted to a stream later comes after it. */

@@ -81,6 +81,7 @@ static const tb__field register_tensors[] = {
     FIELD("staged", BOOL, OPTION, staged, ABOUT("everything goes through staging memory; default: false")),
     HOW_TO_COMMIT("`in_place`", "false"),
     FIELD("max_in_flight", UINT, OPTION, max_in_flight, MAX(UINT32_MAX), ABOUT("buckets under way per channel; default: 2")),
+    FIELD("memories", ENTRIES, OPTION, memories, ABOUT("device memory that tensors are in: for each the device's name and the memory's payload")),
 };
 
 static const tb__field transfer[] = {
@@ -141,6 +142,7 @@ static const tb__field reply[] = {
     FIELD("torn", MAYBE_BOOL, OPTION, torn, ABOUT("QueryStatus: the tensors have parts of a version that failed")),
     FIELD("pairs", OUTCOMES, OPTION, pairs, MAX(MOST_STATUS), ABOUT("by pair: its name, status and message of the last transfer, the last version, whether it is torn")),
     FIELD("mixed", MAYBE_BOOL, OPTION, mixed, ABOUT("QueryStatus: the pairs' versions differ; `version` is the last that all of them had together")),
+    FIELD("unmapped", MAYBE_BOOL, OPTION, unmapped, ABOUT("RegisterTensors: it failed because device memory could not be mapped; the client has to copy it")),
 };
 
 static const tb__field event[] = {

@@ -109,6 +109,7 @@ static void test_every_field_is_documented(void **state) {
     expect_table("A mesh", &tb__mesh_schema);
     expect_table("A tensor", &tb__tensor_schema);
     expect_table("Memory", &tb__memory_schema);
+    expect_table("Device memory", &tb__device_memory_schema);
 }
 
 /* A value as text: JSON, but for bytes, which are <hex>. */
@@ -252,6 +253,10 @@ static void test_tensors(void **state) {
     tensor.scales = (tb__payload_memory){.kind = TB__MEMORY_ADDRESS, .address = 0x7f5500001000, .nbytes = 131072};
     assert_int_equal(tb__tensor_encode(&tensor, own, &memory), TB_OK);
     expect_payload("A tensor", &memory);
+    memory.count = 0;
+    tb__device_memory device = {.id = 3, .fd = 2, .nfds = 1, .key = {(const uint8_t *)"\x01\x02\x03\x04", 4}};
+    assert_int_equal(tb__device_memory_encode(&device, &memory), TB_OK);
+    expect_payload("Device memory", &memory);
     free(memory.item);
     free(payload.item);
     tb_layout_destroy(own);

@@ -5,6 +5,7 @@
  *   placements  one to a dim of the mesh: ["R"], ["S", dim], ["SS", dim, split], ["BS", dim, size, ...],
  *               ["E", dim, [[[start, stop], ...], ...]] (a list for each coordinate), ["P", op]
  *   tensor      see tb__tensor_payload
+ *   memory      see tb__device_memory
  *
  * Decoders check everything that can be checked without the rest of the batch. */
 #ifndef TB_BUS_PROTOCOL_PAYLOAD_H
@@ -15,7 +16,7 @@
 
 enum { TB__MAX_FDS = 1 << 16 }; /* that one frame can name */
 
-extern const tb__schema tb__mesh_schema, tb__memory_schema, tb__tensor_schema;
+extern const tb__schema tb__mesh_schema, tb__memory_schema, tb__device_memory_schema, tb__tensor_schema;
 
 /* Append the two payloads of a layout. */
 tb_status tb__mesh_encode(const tb_layout *layout, tb__bytes *out);
@@ -30,17 +31,28 @@ typedef enum tb__memory_kind {
     TB__MEMORY_NONE,
     TB__MEMORY_FD,      /* in a file that came with the frame */
     TB__MEMORY_ADDRESS, /* in the client's own address space */
+    TB__MEMORY_DEVICE,  /* in device memory that came with the frame */
 } tb__memory_kind;
 
 /* Where a tensor's bytes are. `offset + nbytes` and `address + nbytes` do not overflow; the agent checks that they lie
  * in the file or in the client's maps. */
 typedef struct tb__payload_memory {
     tb__memory_kind kind;
-    uint32_t fd;     /* index among the descriptors of the frame */
-    uint64_t offset; /* in the file */
+    uint32_t fd;     /* index among the descriptors of the frame, or among its device memories */
+    uint64_t offset; /* in the file, or in the device memory */
     uint64_t address;
     uint64_t nbytes;
 } tb__payload_memory;
+
+/* Memory of a device of the client, by which the agent can map it. */
+typedef struct tb__device_memory {
+    uint64_t id;       /* the client's number of it: the same memory has the same */
+    uint64_t fd, nfds; /* its descriptors among those of the frame */
+    tb__blob key;      /* the device's */
+} tb__device_memory;
+
+tb_status tb__device_memory_encode(const tb__device_memory *memory, tb__bytes *out);
+tb_status tb__device_memory_decode(tb__blob payload, tb__arena *arena, tb__device_memory *out);
 
 /* A tensor as a client has it; the members mean what those of tb_tensor do. */
 typedef struct tb__tensor_payload {

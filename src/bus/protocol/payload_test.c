@@ -134,8 +134,8 @@ static void test_wrong_layouts(void **state) {
 }
 
 static tb__payload_memory random_memory(rng *r, uint64_t nbytes) {
-    tb__payload_memory m = {.kind = rng_range(r, 0, 1) ? TB__MEMORY_FD : TB__MEMORY_ADDRESS, .nbytes = nbytes};
-    if (m.kind == TB__MEMORY_FD) {
+    tb__payload_memory m = {.kind = (tb__memory_kind)rng_range(r, TB__MEMORY_FD, TB__MEMORY_DEVICE), .nbytes = nbytes};
+    if (m.kind != TB__MEMORY_ADDRESS) {
         m.fd = (uint32_t)rng_range(r, 0, TB__MAX_FDS - 1);
         m.offset = rng_next(r) >> rng_range(r, 2, 63);
     } else {
@@ -291,9 +291,10 @@ static void expect_no_tensor(const char *hex, const char *sentence) {
 static void test_wrong_tensors(void **state) {
     (void)state;
     expect_no_tensor(TENSOR(84, ""), "tensor 'w': mem is missing, and there are 16 bytes");
-    expect_no_tensor(TENSOR(85, MEM "80"), "tensor 'w': mem has neither `fd` nor `address`; it must have one of them");
+    expect_no_tensor(TENSOR(85, MEM "80"),
+                     "tensor 'w': mem has none of `fd`, `address` and `memory`; it must have one of them");
     expect_no_tensor(TENSOR(85, MEM "82a2666400a76164647265737301"),
-                     "tensor 'w': mem has both `fd` and `address`; it must have one of them");
+                     "tensor 'w': mem has several of `fd`, `address` and `memory`; it must have one of them");
     expect_no_tensor(TENSOR(85, MEM "82a66f666673657401a76164647265737301"),
                      "tensor 'w': mem has `offset` with `address`");
     expect_no_tensor(TENSOR(85, MEM "81a761646472657373cffffffffffffffff8"),

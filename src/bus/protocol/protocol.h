@@ -86,6 +86,7 @@ typedef struct tb__message {
     tb__ties ties;
     tb__texts ignored;
     bool snapshot, staged;
+    tb__entries memories; /* of devices: each a device's name and a payload; one without a payload is not used */
 
     /* RegisterTensors for all transfers of the batch, Transfer for one, where it is said */
     tb__commit_mode commit;
@@ -117,8 +118,9 @@ typedef struct tb__message {
     tb__texts reached;   /* key `events`: of the transfer under way, or of the last */
     tb__maybe_bool torn; /* the tensors have parts of a version that did not arrive */
     tb__outcomes pairs;
-    tb__maybe_bool mixed; /* the pairs' versions differ */
-    tb__blob report;      /* Inspect: a JSON object */
+    tb__maybe_bool mixed;    /* the pairs' versions differ */
+    tb__blob report;         /* Inspect: a JSON object */
+    tb__maybe_bool unmapped; /* RegisterTensors has failed because device memory could not be mapped */
 
     /* Event: seq, status, message and version are as in a Reply */
     tb__event_name event;

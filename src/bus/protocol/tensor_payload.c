@@ -8,7 +8,7 @@
 #define MOST_BYTES (UINT64_C(1) << 62)
 
 typedef struct wire_memory {
-    tb__maybe_uint fd, address;
+    tb__maybe_uint fd, address, memory;
     uint64_t offset;
 } wire_memory;
 
@@ -30,8 +30,19 @@ typedef struct wire_tensor {
 
 static const tb__field memory_fields[] = {
     IN_MEMORY("fd", MAYBE_UINT, OPTION, fd, TB__MAX_FDS - 1, "index among the descriptors that came with the frame"),
-    IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd`: where the bytes begin in that file; default: 0"),
+    IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd` or `memory`: where the bytes begin there; default: 0"),
     IN_MEMORY("address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory"),
+    IN_MEMORY("memory", MAYBE_UINT, OPTION, memory, TB__MAX_FDS - 1, "index among the frame's `memories`"),
+};
+
+#define IN_DEVICE(key, kind, how, member, most, text)                                                                  \
+    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(tb__device_memory, member),        \
+     .max = (most), .about = (text)}
+static const tb__field device_memory_fields[] = {
+    IN_DEVICE("id", UINT, REQUIRED, id, 0, "the client's number of the memory, the same whenever it comes again"),
+    IN_DEVICE("fd", UINT, OPTION, fd, TB__MAX_FDS - 1, "the first of its descriptors among those of the frame; default: 0"),
+    IN_DEVICE("nfds", UINT, OPTION, nfds, TB__MAX_FDS, "how many of them are its; default: 0"),
+    IN_DEVICE("key", BIN, REQUIRED, key, 0, "what the device needs besides to map it"),
 };
 
 static const tb__field tensor_fields[] = {
@@ -58,6 +69,10 @@ const tb__schema tb__memory_schema = {.name = "mem",
                                       .fields = memory_fields,
                                       .nfields = sizeof memory_fields / sizeof *memory_fields,
                                       .size = sizeof(wire_memory)};
+const tb__schema tb__device_memory_schema = {.name = "device memory",
+                                             .fields = device_memory_fields,
+                                             .nfields = sizeof device_memory_fields / sizeof *device_memory_fields,
+                                             .size = sizeof(tb__device_memory)};
 const tb__schema tb__tensor_schema = {.name = "tensor",
                                       .fields = tensor_fields,
                                       .nfields = sizeof tensor_fields / sizeof *tensor_fields,
@@ -70,8 +85,8 @@ static tb_status encode_memory(const tb__payload_memory *memory, tb__bytes *out)
     if (memory->kind == TB__MEMORY_NONE)
         return TB_OK;
     wire_memory wire = {0};
-    if (memory->kind == TB__MEMORY_FD) {
-        wire.fd = tb__some_uint(memory->fd);
+    if (memory->kind == TB__MEMORY_FD || memory->kind == TB__MEMORY_DEVICE) {
+        *(memory->kind == TB__MEMORY_FD ? &wire.fd : &wire.memory) = tb__some_uint(memory->fd);
         wire.offset = memory->offset;
     } else {
         wire.address = tb__some_uint(memory->address);
@@ -141,16 +156,19 @@ static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what
     tb_status status = tb__map_decode(&tb__memory_schema, bytes, arena, &wire);
     if (status != TB_OK)
         return status;
-    if (wire.fd.is_set == wire.address.is_set)
-        return tb__fail(TB_INVALID, "%s has %s `address`; it must have one of them", what,
-                        wire.fd.is_set ? "both `fd` and" : "neither `fd` nor");
+    int nways = wire.fd.is_set + wire.address.is_set + wire.memory.is_set;
+    if (nways != 1)
+        return tb__fail(TB_INVALID, "%s has %s of `fd`, `address` and `memory`; it must have one of them", what,
+                        nways ? "several" : "none");
     if (wire.address.is_set && wire.offset > 0)
         return tb__fail(TB_INVALID, "%s has `offset` with `address`", what);
     if (wire.address.is_set && wire.address.value > UINT64_MAX - nbytes)
         return tb__fail(TB_TOO_BIG, "%s: %" PRIu64 " bytes from 0x%" PRIx64 " on run past the last address", what,
                         nbytes, wire.address.value);
-    *out = (tb__payload_memory){.kind = wire.fd.is_set ? TB__MEMORY_FD : TB__MEMORY_ADDRESS,
-                                .fd = (uint32_t)wire.fd.value,
+    *out = (tb__payload_memory){.kind = wire.fd.is_set       ? TB__MEMORY_FD
+                                        : wire.memory.is_set ? TB__MEMORY_DEVICE
+                                                             : TB__MEMORY_ADDRESS,
+                                .fd = (uint32_t)(wire.fd.is_set ? wire.fd : wire.memory).value,
                                 .offset = wire.offset,
                                 .address = wire.address.value,
                                 .nbytes = nbytes};
@@ -207,4 +225,15 @@ tb_status tb__tensor_decode(tb__blob payload, const tb_layout *pair, tb__arena *
         return tb__fail_within(status, "tensor '%.200s'", wire.name);
     *out = t;
     return TB_OK;
+}
+
+/* ---- Device memory --------------------------------------------------------------------------------------------- */
+
+tb_status tb__device_memory_encode(const tb__device_memory *memory, tb__bytes *out) {
+    return tb__map_encode(&tb__device_memory_schema, memory, out);
+}
+
+tb_status tb__device_memory_decode(tb__blob payload, tb__arena *arena, tb__device_memory *out) {
+    *out = (tb__device_memory){0};
+    return tb__map_decode(&tb__device_memory_schema, payload, arena, out);
 }

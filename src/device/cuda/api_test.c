@@ -81,7 +81,7 @@ static void check_without(const char *why) {
     check_fails(tb__cuda_describe_gpu(0, &gpu), TB_REFUSED, why);
     check(!tb__cuda_can_reach(0, 0) && tb__gpu_count() == 0);
     check(device->ops->checksum(device, &sum, 8, &sum, &fence) == TB_INVALID);
-    check(device->ops->map(device, &(tb__memory_key){0}, &mapping) == TB_INVALID);
+    check(device->ops->map(device, &(tb__memory_key){0}, false, &mapping) == TB_INVALID);
     check_fails(device->ops->stream_record(device, &stream, &fence), TB_REFUSED, why);
     check_fails(device->ops->stream_wait(device, &stream, &fence), TB_REFUSED, why);
     check_fails(device->ops->gate_create(device, &stream, 0, &gate), TB_REFUSED, why);

@@ -23,6 +23,7 @@ _Static_assert(sizeof(CUipcMemHandle) == HANDLE_NBYTES && sizeof(CUmemFabricHand
 typedef struct identity {
     uint64_t process, base, nbytes, epoch;
     uint32_t kind;
+    bool is_writable; /* as it is mapped; of legacy memory false */
 } identity;
 
 typedef struct piece {
@@ -237,11 +238,12 @@ static tb_status map_piece(import *to, const parsed_key *key, const tb__memory_k
     return TB_OK;
 }
 
-/* Without the right to write, where the driver has that. */
+/* Without the right to write, unless that is asked for, where the driver has that. */
 static tb_status grant(import *to) {
-    to->flags = shared.has_no_read_only ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+    bool has_no_choice = shared.has_no_read_only || to->id.is_writable;
+    to->flags = has_no_choice ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
     tb_status status = tb__vmm_grant(to->base, to->nmapped, to->gpu, to->flags);
-    if (status == TB_OK || shared.has_no_read_only || tb__gpu_check(to->gpu) != TB_OK)
+    if (status == TB_OK || has_no_choice || tb__gpu_check(to->gpu) != TB_OK)
         return status;
     to->flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     TB_TRY(tb__vmm_grant(to->base, to->nmapped, to->gpu, to->flags));
@@ -285,7 +287,7 @@ static void close_import(import *it) {
 static import *find_import(const identity *id) {
     import *it = LIST_FIRST(&shared.imports);
     while (it && (it->id.process != id->process || it->id.base != id->base || it->id.nbytes != id->nbytes ||
-                  it->id.epoch != id->epoch || it->id.kind != id->kind))
+                  it->id.epoch != id->epoch || it->id.kind != id->kind || it->id.is_writable != id->is_writable))
         it = LIST_NEXT(it, link);
     return it;
 }
@@ -326,7 +328,7 @@ static tb_status use_own(tb__device *device, const identity *id, cuda_mapping *m
     if (!tb__cuda_find(device, (void *)id->base, id->nbytes, &memory) || memory.epoch != id->epoch ||
         (CUdeviceptr)memory.base != id->base)
         return tb__fail(TB_INVALID, "the memory at %p is gone", (void *)id->base);
-    mapping->base = (tb__mapping){device->ops, (char *)id->base, id->nbytes};
+    mapping->base = (tb__mapping){device->ops, (char *)id->base, id->nbytes, memory.index};
     return TB_OK;
 }
 
@@ -345,14 +347,15 @@ static tb_status fill_mapping(tb__device *device, const parsed_key *key, const t
     tb_status status = get_import(gpu, key, given, &mapping->import);
     pthread_mutex_unlock(&shared.lock);
     if (status == TB_OK)
-        mapping->base = (tb__mapping){device->ops, (char *)mapping->import->base, key->id.nbytes};
+        mapping->base = (tb__mapping){device->ops, (char *)mapping->import->base, key->id.nbytes, ordinal};
     return status;
 }
 
-tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, tb__mapping **out) {
+tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out) {
     parsed_key parsed;
     cuda_mapping *mapping = NULL;
     tb_status status = parse_key(key, &parsed);
+    parsed.id.is_writable = is_writable && parsed.id.kind != TB__SHARE_LEGACY; /* which always is */
     if (status == TB_OK) {
         mapping = tb__calloc(1, sizeof *mapping);
         status = mapping ? fill_mapping(device, &parsed, key, mapping) : TB_NO_MEMORY;

@@ -179,7 +179,7 @@ static tb__memory_key ask(int who, request r) {
 
 static tb__mapping *map(const tb__memory_key *key) {
     tb__mapping *mapping;
-    assert_ok(tb__device_map(device, key, &mapping));
+    assert_ok(tb__device_map(device, key, false, &mapping));
     return mapping;
 }
 
@@ -249,6 +249,35 @@ static void test_read_only(void **state) {
     ask(0, (request){.kind = FREE_ALL});
 }
 
+static unsigned long long access_of(int ordinal, const void *address) {
+    CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
+    unsigned long long flags = 0;
+    assert_cuda(DRIVER_CALL("cuMemGetAccess", (unsigned long long *, const CUmemLocation *, CUdeviceptr), &flags,
+                            &location, (CUdeviceptr)address));
+    return flags;
+}
+
+/* A mapping to write to, beside one of the same memory that can only be read. */
+static void test_writable(void **state) {
+    request r = {.kind = VMM, .npieces = 2, .seed = 3};
+    tb__memory memory;
+    tb__mapping *mapping;
+    (void)state;
+    tb__memory_key key = ask(0, r);
+    tb__mapping *to_read = map(&key);
+    assert_ok(tb__device_map(device, &key, true, &mapping));
+    check_numbers(mapping, r);
+    assert_true(mapping->base != to_read->base);
+    assert_int_equal(mapping->index, 0);
+    assert_int_equal(access_of(0, mapping->base), CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+    assert_true(device->ops->find(device, mapping->base, mapping->nbytes, &memory));
+    unmap(mapping);
+    check_numbers(to_read, r);
+    unmap(to_read);
+    tb__memory_key_fini(&key);
+    ask(0, (request){.kind = FREE_ALL});
+}
+
 /* Mappings of the same memory share one import, which ends with the last of them. */
 static void test_counted(void **state) {
     const fake_cuda_control *control = need_fake();
@@ -302,7 +331,7 @@ static void test_own_process(void **state) {
             assert_cuda(tb__cuda.cuMemUnmap(p, PIECE));
             map_vmm(p, 1, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
         }
-        assert_fails(tb__device_map(device, &key, &none), TB_INVALID, "is gone");
+        assert_fails(tb__device_map(device, &key, false, &none), TB_INVALID, "is gone");
         tb__memory_key again = {0};
         assert_fails(tb__device_share(device, &memory, &again), TB_INVALID, "is gone");
         tb__memory_key_fini(&key);
@@ -344,7 +373,7 @@ static void test_lifetimes(void **state) {
     }
     /* Handles end with their process; descriptors hold what they stand for. */
     tb__mapping *none;
-    assert_int_equal(tb__device_map(device, &late, &none), TB_IO);
+    assert_int_equal(tb__device_map(device, &late, false, &none), TB_IO);
     assert_non_null(strstr(tb_error_detail(), "cuda:0"));
     tb__mapping *mapping = map(&held);
     check_numbers(mapping, held_request);
@@ -357,7 +386,7 @@ static void test_lifetimes(void **state) {
 
 static void check_bad(const tb__memory_key *key, tb_status status, const char *text) {
     tb__mapping *none = (tb__mapping *)gpu;
-    assert_fails(tb__device_map(device, key, &none), status, text);
+    assert_fails(tb__device_map(device, key, false, &none), status, text);
     assert_true(none == (tb__mapping *)gpu);
 }
 
@@ -384,7 +413,7 @@ static void test_bad_keys(void **state) {
         check_bad(&key, TB_INVALID, "malformed");
         put_u64(&key, 16, 2 * PIECE);
         put_u64(&key, 8, bad[i]);
-        assert_true(tb__device_map(device, &key, &(tb__mapping *){0}) != TB_OK);
+        assert_true(tb__device_map(device, &key, false, &(tb__mapping *){0}) != TB_OK);
         put_u64(&key, 8, PIECE);
     }
     put_u64(&key, 8, 2 * PIECE); /* more than there is */
@@ -478,14 +507,6 @@ static void test_failed_calls(void **state) {
 
 /* ---- Several GPUs ------------------------------------------------------------------------------------------------ */
 
-static unsigned long long access_of(int ordinal, const void *address) {
-    CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
-    unsigned long long flags = 0;
-    assert_cuda(DRIVER_CALL("cuMemGetAccess", (unsigned long long *, const CUmemLocation *, CUdeviceptr), &flags,
-                            &location, (CUdeviceptr)address));
-    return flags;
-}
-
 /* A GPU that is used later can use what is there, and what comes. */
 static void test_second_gpu(void **state) {
     tb__gpu *second;
@@ -518,9 +539,9 @@ static void test_second_gpu(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_kinds),        cmocka_unit_test(test_read_only),  cmocka_unit_test(test_counted),
-        cmocka_unit_test(test_own_process),  cmocka_unit_test(test_lifetimes),  cmocka_unit_test(test_bad_keys),
-        cmocka_unit_test(test_failed_calls), cmocka_unit_test(test_second_gpu),
+        cmocka_unit_test(test_kinds),    cmocka_unit_test(test_read_only),    cmocka_unit_test(test_writable),
+        cmocka_unit_test(test_counted),  cmocka_unit_test(test_own_process),  cmocka_unit_test(test_lifetimes),
+        cmocka_unit_test(test_bad_keys), cmocka_unit_test(test_failed_calls), cmocka_unit_test(test_second_gpu),
     };
     start_peers();
     need_gpu();

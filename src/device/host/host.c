@@ -115,10 +115,12 @@ static tb_status map_file(int fd, const struct stat *info, tb__host_file **out) 
     return TB_OK;
 }
 
-static tb_status host_map(tb__device *base, const tb__memory_key *given, tb__mapping **out) {
+static tb_status host_map(tb__device *base, const tb__memory_key *given, bool is_writable, tb__mapping **out) {
     tb__host_device *device = (tb__host_device *)base;
     struct stat info;
     key k;
+    if (is_writable)
+        return tb__fail(TB_REFUSED, "host memory of other processes is mapped for reading only");
     if (given->bytes.count != sizeof k || given->fds.count != 1)
         return tb__fail(TB_INVALID, "a memory key of %zu bytes and %zu descriptors, not %zu and 1", given->bytes.count,
                         given->fds.count, sizeof k);
@@ -144,7 +146,7 @@ static tb_status host_map(tb__device *base, const tb__memory_key *given, tb__map
         LIST_INSERT_HEAD(&device->files, file, link);
     }
     file->refs++;
-    *mapping = (tb__host_mapping){.base = {&tb__host_device_ops, file->base + k.offset, k.nbytes}, .file = file};
+    *mapping = (tb__host_mapping){.base = {&tb__host_device_ops, file->base + k.offset, k.nbytes, 0}, .file = file};
     *out = &mapping->base;
     return TB_OK;
 }
