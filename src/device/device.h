@@ -24,7 +24,7 @@
 #include "device/move.h"
 
 typedef struct tb__device tb__device;
-typedef struct tb__job tb__job; /* prepared moves */
+typedef struct tb__job tb__job;   /* prepared moves */
 typedef struct tb__gate tb__gate; /* holds a stream */
 
 enum { TB__FENCE_WHY_MAX = 256 };
@@ -65,8 +65,8 @@ void tb__memory_key_fini(tb__memory_key *key); /* closes its descriptors */
 typedef struct tb__run {
     const uint32_t *parts; /* without duplicates, else TB_INVALID; NULL: the whole job */
     size_t nparts;
-    /* Bases of addresses in buffers, in host memory or the device's own; src_buffer also in a mapping of the device (its
-     * `base`). NULL: there are none. */
+    /* Bases of addresses in buffers, in host memory or the device's own; src_buffer also in a mapping of the device
+     * (its `base`). NULL: there are none. */
     void *src_buffer, *dst_buffer;
     /* Fences of any device that must be done before the run starts, and must stay valid until this run's is done. If
      * one has failed, so does the run. */
