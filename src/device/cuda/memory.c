@@ -160,8 +160,8 @@ tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUm
     size_t n = 0;
     for (int i = 0; i < TB__MAX_GPUS; i++) {
         const tb__gpu *other = tb__gpu_if_used(i);
-        int is_possible = other == gpu;
-        if (other && other != gpu)
+        int is_possible = i == gpu->ordinal;
+        if (other && !is_possible)
             (void)tb__cuda.cuDeviceCanAccessPeer(&is_possible, other->device, gpu->device);
         if (is_possible)
             access[n++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, i}, .flags = flags};
