@@ -111,8 +111,12 @@ static void initialise(void) {
     }
 }
 
+bool tb__cuda_was_initialised(void) {
+    return atomic_load(&driver.stage) == READY;
+}
+
 bool tb__cuda_is_inherited(void) {
-    return atomic_load(&driver.stage) == READY && tb__is_inherited(&driver.owner);
+    return tb__cuda_was_initialised() && tb__is_inherited(&driver.owner);
 }
 
 static tb_status check_ready(void) {

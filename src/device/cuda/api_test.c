@@ -130,13 +130,17 @@ static void check_child(void (*check_it)(tb__device *device, void *p), tb__devic
 }
 
 static void use_in_child(tb__device *device, void *p) {
-    tb__memory memory;
+    tb__memory memory = {0};
     tb__gpu *gpu;
+    tb__job *job;
     tb__device *another = open_cuda();
     check_fails(alloc(device), TB_REFUSED, "forked child");
     check_fails(alloc(another), TB_REFUSED, "forked child");
     check_fails(tb__gpu_get(0, &gpu), TB_REFUSED, "forked child");
-    check(!device->ops->find(device, p, 1, &memory));
+    check(device->ops->find(device, p, 1, &memory)); /* not the host's: using it fails, but does not crash */
+    check(!device->ops->find(device, &memory, 1, &memory));
+    check_fails(device->ops->prepare(device, &(tb__move){.ndim = 1, .len = {1}, .dst = p, .dst_dtype = TB_U8}, 1, &job),
+                TB_REFUSED, "forked child");
     device->ops->free(device, p); /* what is inherited may be destroyed */
     tb__device_close(another);
     tb__device_close(device);
@@ -190,7 +194,7 @@ static void case_shut_down(void) {
     check(other.is_done && other.status != TB_OK);
     long ncalls = fake_cuda()->count_calls(NULL);
     check_fails(alloc(device), TB_REFUSED, "shut down");
-    check(!device->ops->find(device, p, 1, &memory));
+    check(device->ops->find(device, p, 1, &memory));
     device->ops->free(device, p);
     device->ops->release(device, job);
     tb__device_close(device);

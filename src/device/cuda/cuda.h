@@ -45,7 +45,6 @@
     X(cuMemHostGetDevicePointer, 3020)                                                                                 \
     X(cuMemcpyAsync, 4000)                                                                                             \
     X(cuMemcpyHtoDAsync, 3020)                                                                                         \
-    X(cuMemsetD8Async, 3020)                                                                                           \
     X(cuIpcGetMemHandle, 4010)                                                                                         \
     X(cuIpcOpenMemHandle, 11000)                                                                                       \
     X(cuIpcCloseMemHandle, 4010)                                                                                       \
@@ -87,7 +86,8 @@ tb_status tb__cuda_load(void);
 bool tb__cuda_is_in_use(void);
 /* The functions, without initialising the driver. False: there are none, or no call may be made any more. */
 bool tb__cuda_has_functions(void);
-/* Whether the driver was initialised by a process that this one was forked from. It can't be used then. */
+/* By the library; here, or in a process that this one was forked from: then it can't be used. */
+bool tb__cuda_was_initialised(void);
 bool tb__cuda_is_inherited(void);
 /* A random number of this process. */
 uint64_t tb__cuda_process_id(void);

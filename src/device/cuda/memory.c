@@ -4,8 +4,11 @@
 #include "base/int.h"
 #include "base/mem.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 /* ---- Whose it is ------------------------------------------------------------------------------------------------- */
 
@@ -14,8 +17,8 @@ typedef struct attributes {
     uint64_t memory_type, ordinal, id, is_legacy, handle_types, mempool, is_managed;
 } attributes;
 
-/* Without a context. False: the driver knows nothing of it, or can't be asked. */
-static bool ask(CUdeviceptr address, attributes *out) {
+/* Without a context. */
+static CUresult ask(CUdeviceptr address, attributes *out) {
     CUpointer_attribute what[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
                                   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
                                   CU_POINTER_ATTRIBUTE_BUFFER_ID,
@@ -26,7 +29,7 @@ static bool ask(CUdeviceptr address, attributes *out) {
     void *where[] = {&out->memory_type,  &out->ordinal, &out->id,        &out->is_legacy,
                      &out->handle_types, &out->mempool, &out->is_managed};
     *out = (attributes){0};
-    return tb__cuda.cuPointerGetAttributes(sizeof what / sizeof *what, what, where, address) == CUDA_SUCCESS;
+    return tb__cuda.cuPointerGetAttributes(sizeof what / sizeof *what, what, where, address);
 }
 
 /* Memory of pools is shared by other means than these, and managed memory by none. */
@@ -42,7 +45,7 @@ static tb__share_kind share_kind(const attributes *a) {
 
 bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
     attributes a;
-    if (!ask(address, &a) || a.memory_type != CU_MEMORYTYPE_DEVICE || a.ordinal >= TB__MAX_GPUS)
+    if (ask(address, &a) != CUDA_SUCCESS || a.memory_type != CU_MEMORYTYPE_DEVICE || a.ordinal >= TB__MAX_GPUS)
         return false;
     *out = (tb__memory_piece){.ordinal = (int)a.ordinal,
                               .is_vmm = !a.is_legacy && !a.mempool && !a.is_managed,
@@ -127,14 +130,29 @@ static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool
     return b;
 }
 
+/* If the driver can't be asked any more: in a forked child, after a failure, at the end of the program. What the CPU
+ * can't read is taken for memory of a GPU. So its use fails with a sentence, where the host device would crash. */
+static bool guess(const void *address, size_t nbytes, tb__memory *out) {
+    char byte;
+    struct iovec here = {&byte, 1}, there = {(void *)(uintptr_t)address, 1};
+    *out = (tb__memory){.base = there.iov_base, .nbytes = nbytes};
+    return nbytes > 0 && process_vm_readv(getpid(), &here, 1, &there, 1, 0) < 0 && errno == EFAULT;
+}
+
 bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__memory *out) {
     bool is_found;
+    attributes a;
     (void)device;
-    if (!tb__cuda_is_in_use() || !tb__cuda_has_functions())
+    if (!tb__cuda_is_in_use())
         return false;
+    if (!tb__cuda_has_functions())
+        return tb__cuda_was_initialised() && guess(address, nbytes, out);
     if (find_block((CUdeviceptr)address, nbytes, out, &is_found))
         return is_found;
-    return find_pieces((CUdeviceptr)address, nbytes, out);
+    CUresult result = ask((CUdeviceptr)address, &a);
+    if (result != CUDA_SUCCESS)
+        return result != CUDA_ERROR_NOT_INITIALIZED && guess(address, nbytes, out);
+    return a.memory_type == CU_MEMORYTYPE_DEVICE && find_pieces((CUdeviceptr)address, nbytes, out);
 }
 
 tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUmemAccess_flags flags) {
@@ -199,13 +217,8 @@ static void free_memory(CUdeviceptr base, size_t nbytes, bool is_vmm) {
     }
 }
 
-static tb_status create_vmm(block *b) {
-    CUmemGenericAllocationHandle handle;
-    CUresult result = create_handle(b->gpu, b->nbytes, &handle);
-    if (result != CUDA_SUCCESS)
-        return tb__cuda_fail(result, "%zu bytes of memory on %s", b->nbytes, b->gpu->unit);
-    result = map_new(b->nbytes, handle, &b->base);
-    tb__cuda.cuMemRelease(handle);
+static tb_status map_block(block *b, CUmemGenericAllocationHandle handle) {
+    CUresult result = map_new(b->nbytes, handle, &b->base);
     if (result != CUDA_SUCCESS)
         return tb__cuda_fail(result, "addresses for %zu bytes of memory on %s", b->nbytes, b->gpu->unit);
     tb_status status = tb__vmm_grant(b->base, b->nbytes, b->gpu, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
@@ -231,21 +244,29 @@ static size_t granularity(const tb__gpu *gpu) {
     return nbytes;
 }
 
+/* VMM memory, or, where there is none that can be shared, that of cuMemAlloc. */
+static tb_status fill_block(block *b) {
+    CUmemGenericAllocationHandle handle;
+    CUresult result = has_vmm(b->gpu) ? create_handle(b->gpu, b->nbytes, &handle) : CUDA_ERROR_NOT_SUPPORTED;
+    b->is_vmm = result == CUDA_SUCCESS;
+    if (b->is_vmm) {
+        tb_status status = map_block(b, handle);
+        tb__cuda.cuMemRelease(handle);
+        return status;
+    }
+    if (result != CUDA_ERROR_OUT_OF_MEMORY)
+        result = tb__cuda.cuMemAlloc(&b->base, b->nbytes);
+    return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "%zu bytes of memory on %s", b->nbytes, b->gpu->unit);
+}
+
 /* With the lock held; the context is current. */
 static tb_status create_block(tb__gpu *gpu, size_t nbytes, block **out) {
     block *b = tb__calloc(1, sizeof *b);
     tb__memory_piece piece;
     if (!b)
         return TB_NO_MEMORY;
-    *b = (block){.gpu = gpu, .nbytes = nbytes, .is_vmm = has_vmm(gpu)};
-    tb_status status = TB_OK;
-    if (b->is_vmm) {
-        status = create_vmm(b);
-    } else {
-        CUresult result = tb__cuda.cuMemAlloc(&b->base, nbytes);
-        if (result != CUDA_SUCCESS)
-            status = tb__cuda_fail(result, "cuMemAlloc of %zu bytes on %s", nbytes, gpu->unit);
-    }
+    *b = (block){.gpu = gpu, .nbytes = nbytes};
+    tb_status status = fill_block(b);
     if (status == TB_OK && !tb__memory_find_piece(b->base, &piece)) {
         free_memory(b->base, nbytes, b->is_vmm);
         status = tb__fail(TB_IO, "the driver does not know memory that it has allocated on %s", gpu->unit);

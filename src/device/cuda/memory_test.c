@@ -168,6 +168,28 @@ static void test_shortage(void **state) {
     assert_fails(device->ops->alloc(device, -1, 1, &p), TB_INVALID, "cuda:-1");
 }
 
+/* Without VMM, or without the right to share its memory. */
+static void test_without_vmm(void **state) {
+    const fake_cuda_control *control = need_fake();
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        if (i == 0)
+            setenv("FAKE_CUDA_NO_VMM", "1", 1);
+        else
+            control->fail_call("cuMemCreate", 1, CUDA_ERROR_NOT_SUPPORTED); /* the first try is refused as it is */
+        size_t nbytes = (size_t)(i ? 300 : 50) << 20;
+        void *p = alloc(nbytes);
+        tb__memory memory = must_find((CUdeviceptr)p, nbytes);
+        tb__memory_piece piece;
+        assert_true(memory.is_shareable && tb__memory_find_piece((CUdeviceptr)p, &piece));
+        assert_int_equal(piece.kind, TB__SHARE_LEGACY);
+        device->ops->free(device, p);
+        assert_true(alloc(nbytes) == p);
+        device->ops->free(device, p);
+        unsetenv("FAKE_CUDA_NO_VMM");
+    }
+}
+
 /* Whichever call fails, there is a sentence, and nothing is left behind. */
 static void test_failed_calls(void **state) {
     const fake_cuda_control *control = need_fake();
@@ -313,12 +335,19 @@ static void test_pin_fails(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_legacy),        cmocka_unit_test(test_host_memory),
-        cmocka_unit_test(test_vmm),           cmocka_unit_test(test_not_shareable),
-        cmocka_unit_test(test_kept_memory),   cmocka_unit_test(test_bound),
-        cmocka_unit_test(test_shortage),      cmocka_unit_test(test_failed_calls),
-        cmocka_unit_test(test_pin),           cmocka_unit_test(test_pinned_by_program),
-        cmocka_unit_test(test_pin_read_only), cmocka_unit_test(test_pin_fails),
+        cmocka_unit_test(test_legacy),
+        cmocka_unit_test(test_host_memory),
+        cmocka_unit_test(test_vmm),
+        cmocka_unit_test(test_not_shareable),
+        cmocka_unit_test(test_kept_memory),
+        cmocka_unit_test(test_bound),
+        cmocka_unit_test(test_shortage),
+        cmocka_unit_test(test_without_vmm),
+        cmocka_unit_test(test_failed_calls),
+        cmocka_unit_test(test_pin),
+        cmocka_unit_test(test_pinned_by_program),
+        cmocka_unit_test(test_pin_read_only),
+        cmocka_unit_test(test_pin_fails),
     };
     need_gpu();
     page = (size_t)sysconf(_SC_PAGESIZE);

@@ -569,6 +569,7 @@ static void test_sticky_error(void **state) {
     CUstream stream = make_stream(0);
     brake k;
     make_brake(&k);
+    CUdeviceptr programs = alloc_legacy(1000);
     control->hold_kernel(0);
     start(&asleep, &held);
     while (asleep.device->ops->progress(asleep.device))
@@ -595,6 +596,10 @@ static void test_sticky_error(void **state) {
     assert_ok(b.device->ops->checksum(b.device, b.memory, N, &sum, &later));
     assert_true(wait_for(&b, &later, 30000, NULL));
     assert_non_null(strstr(later.why, why));
+    /* The driver knows nothing any more, but memory of the program is not taken for the host's. */
+    tb__memory memory;
+    assert_true(b.device->ops->find(b.device, (void *)programs, 1000, &memory));
+    assert_false(b.device->ops->find(b.device, &b, sizeof b, &memory));
     for (int i = 0; i < 2; i++) {
         bed *x = i ? &asleep : &b;
         x->device->ops->release(x->device, x->job);

@@ -76,8 +76,8 @@ static void make_condition(void) {
 static void reset(void) {
     fake.is_forked |= fake.is_initialised;
     fake.is_initialised = false;
-    pthread_mutex_init(&fake.lock, NULL);
     make_condition();
+    unlock();
 }
 
 __attribute__((constructor)) static void set_up(void) {

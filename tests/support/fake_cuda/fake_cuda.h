@@ -23,9 +23,9 @@
 typedef struct fake_cuda_control {
     /* The n-th call of this function gives this CUresult, once. */
     void (*fail_call)(const char *function, long n, int result);
-    /* The n-th kernel, copy or fill fails, and with it its context, for good. */
+    /* The n-th kernel or copy fails, and with it its context, for good. */
     void (*fail_kernel)(long n, int result);
-    /* The n-th kernel, copy or fill does nothing until it is let go. */
+    /* The n-th kernel or copy does nothing until it is let go. */
     void (*hold_kernel)(long n);
     void (*let_go)(void);
     void (*set_delay)(int64_t most_us);

@@ -644,6 +644,10 @@ static void put_attribute(CUpointer_attribute what, void *out, const piece *p, c
 
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *what, void **out, CUdeviceptr address) {
     ENTER(NEEDS_INIT);
+    for (int i = 0; i < fake.ngpus; i++) {
+        if (fake.gpus[i].error != CUDA_SUCCESS)
+            return fake.gpus[i].error;
+    }
     lock();
     for (unsigned i = 0; i < count; i++)
         put_attribute(what[i], out[i], find_piece(address), find_pinned(address));

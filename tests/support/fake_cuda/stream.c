@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-typedef enum work_kind { KERNEL, COPY, FILL, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, CALL } work_kind;
+typedef enum work_kind { KERNEL, COPY, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, CALL } work_kind;
 
 typedef struct work {
     work_kind kind;
@@ -94,22 +94,15 @@ static void *translate(uint64_t address) {
 }
 
 static bool is_touching(const work *w) {
-    return w->kind == KERNEL || w->kind == COPY || w->kind == FILL;
+    return w->kind == KERNEL || w->kind == COPY;
 }
 
 static void touch(const work *w) {
     void *params[] = {(void *)&w->args};
-    switch (w->kind) {
-    case KERNEL:
-        if (!fake_cuda_launch(w->function->name, w->grid, params, translate))
-            die("there is no kernel %s", w->function->name);
-        break;
-    case COPY:
+    if (w->kind == COPY)
         memcpy(translate(w->to), w->bytes ? w->bytes : translate(w->from), w->nbytes);
-        break;
-    default:
-        memset(translate(w->to), (int)w->value, w->nbytes);
-    }
+    else if (!fake_cuda_launch(w->function->name, w->grid, params, translate))
+        die("there is no kernel %s", w->function->name);
 }
 
 static void drop_work(CUstream stream, work *w) {
@@ -130,7 +123,6 @@ static bool may_go_on(work *w, int64_t now) {
     switch (w->kind) {
     case KERNEL:
     case COPY:
-    case FILL:
         if (w->due_us == 0) {
             int64_t most = random_below(20) == 0 ? fake.most_us * 10 : fake.most_us;
             w->due_us = now + (int64_t)random_below((uint64_t)most + 1);
@@ -501,9 +493,4 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUst
         memcpy(w.bytes, from, nbytes);
     }
     return submit(stream, w);
-}
-
-CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
-    ENTER(NEEDS_CONTEXT);
-    return nbytes ? submit(stream, (work){.kind = FILL, .to = to, .value = value, .nbytes = nbytes}) : CUDA_SUCCESS;
 }

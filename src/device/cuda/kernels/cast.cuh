@@ -242,14 +242,71 @@ template <int SS, int DS, bool IS_WHOLE> INLINE void reduce_slots(args_ref a, co
     }
 }
 
-template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
-    tb__cuda_tile tile = find_tile(a, blockIdx.x);
-    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
-    uint32_t first = tile.tile * 256 + threadIdx.x;
-    if (is_tile_whole(a, box, (tile.tile + 1) * 256, slot_of<SS, DS>::N))
+/* A sum of few sources in whole slots, the usual reduction: all loads of a thread are under way together. */
+enum { SUM_SOURCES = 4 };
+
+template <int SS, int DS, int DTYPE> INLINE void sum_slots(args_ref a, const tb__cuda_box *box, uint32_t first) {
+    enum { N = slot_of<SS, DS>::N, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS, STEP = 2 };
+    uint32_t nsrc = box->nsrc, dst_dtype = box->dst_dtype;
+    const tb__cuda_divisor per_row = box->per_row;
+    words<SW> in[STEP][SUM_SOURCES];
+    char *to[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        uint32_t slot = first + 128 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
+        places at = find_row(a, box, row);
+        to[i] = at.dst + (uint64_t)j * (N * DS);
+        in[i][0] = load_words<SW>(at.src + (uint64_t)j * (N * SS));
+#pragma unroll
+        for (int k = 1; k < SUM_SOURCES; k++) {
+            if (k < nsrc)
+                in[i][k] = load_words<SW>(find_source_row(a, box, k, row) + (uint64_t)j * (N * SS));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        float acc[N], x[N];
+        uint32_t out[DW];
+        widen<SS, N>(DTYPE, in[i][0].w, acc);
+#pragma unroll
+        for (int k = 1; k < SUM_SOURCES; k++) {
+            if (k < nsrc) {
+                widen<SS, N>(DTYPE, in[i][k].w, x);
+                apply_all<N>(TB_SUM, acc, x);
+            }
+        }
+        if (has_nan<N>(acc)) {
+            uint32_t bits[N];
+#pragma unroll
+            for (int e = 0; e < N; e++)
+                bits[e] = acc[e] == acc[e] ? bits_of(acc[e]) : F32_NAN;
+            finish_exactly<DS, N>(box, bits, out);
+        } else {
+            narrow<DS, N>(dst_dtype, acc, out);
+        }
+        store_slot<DS, N, true>(to[i], N, true, out);
+    }
+}
+
+template <int SS, int DS>
+static __device__ __noinline__ void reduce_other_tile(args_ref a, const tb__cuda_box *box, uint32_t first, bool is_whole) {
+    if (is_whole)
         reduce_slots<SS, DS, true>(a, box, first);
     else
         reduce_slots<SS, DS, false>(a, box, first);
+}
+
+template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
+    enum { DTYPE = SS == 2 ? TB_BF16 : TB_F32 };
+    tb__cuda_tile tile = find_tile(a, blockIdx.x);
+    const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
+    uint32_t first = tile.tile * 256 + threadIdx.x;
+    bool is_whole = is_tile_whole(a, box, (tile.tile + 1) * 256, slot_of<SS, DS>::N);
+    bool is_sum = box->op == TB_SUM && box->divisor == 0 && !box->has_wire;
+    if (is_whole && is_sum && box->nsrc <= SUM_SOURCES && box->src_dtype == DTYPE)
+        sum_slots<SS, DS, DTYPE>(a, box, first);
+    else
+        reduce_other_tile<SS, DS>(a, box, first, is_whole);
 }
 
 #define REDUCE(SS, DS)                                                                                                 \

@@ -10,9 +10,17 @@ struct shifted_slot {
     bool is_whole;
 };
 
+INLINE char *aligned_slot(places row, uint32_t j) {
+    return (char *)((uint64_t)row.dst & ~(uint64_t)15) + 16 * (uint64_t)j;
+}
+
+INLINE const char *source_of_slot(places row, uint32_t j) {
+    return row.src + (aligned_slot(row, j) - row.dst);
+}
+
 INLINE shifted_slot load_shifted(places row, int64_t run, uint32_t j, bool is_zero) {
-    char *at = (char *)((uint64_t)row.dst & ~(uint64_t)15) + 16 * (uint64_t)j;
-    const char *from = row.src + (at - row.dst);
+    char *at = aligned_slot(row, j);
+    const char *from = source_of_slot(row, j);
     uint32_t shift = (uint32_t)(uint64_t)from & 15;
     shifted_slot s;
     s.is_whole = at >= row.dst && at + 16 <= row.dst + run && from - shift + (shift ? 32 : 16) <= row.src + run;
@@ -26,8 +34,8 @@ INLINE shifted_slot load_shifted(places row, int64_t run, uint32_t j, bool is_ze
 }
 
 INLINE void store_shifted(const shifted_slot &s, places row, int64_t run, uint32_t j, bool is_zero) {
-    char *at = (char *)((uint64_t)row.dst & ~(uint64_t)15) + 16 * (uint64_t)j;
-    const char *from = row.src + (at - row.dst);
+    char *at = aligned_slot(row, j);
+    const char *from = source_of_slot(row, j);
     if (s.is_whole) {
         __stcs((uint4 *)at, is_zero ? make_uint4(0, 0, 0, 0) : join(s.a, s.b, (uint32_t)(uint64_t)from & 15));
         return;
@@ -126,30 +134,54 @@ extern "C" __global__ void __launch_bounds__(128) tb__copy_shifted_pieces(const 
 
 /* Tiles have 256 slots, for 64 threads. */
 
-/* Of rows that are aligned in different ways. */
+/* Of rows that are aligned in different ways. Each thread loads the aligned 16 bytes in which its slot begins, and gets
+ * those after them from the next thread. */
 INLINE void copy_shifted_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
     enum { STEP = 4 };
-    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x, j[STEP];
+    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x, lane = threadIdx.x % 32, j[STEP], row[STEP];
     const tb__cuda_divisor per_row = box->per_row;
-    bool is_zero = box->flags & TB__CUDA_ZERO;
+    bool is_zero = box->flags & TB__CUDA_ZERO, has[STEP];
     int64_t run = box->run;
     shifted_slot s[STEP];
     places at[STEP];
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 64 * i, row = divide(slot, per_row);
-        j[i] = slot - row * per_row.by;
-        if (slot < nslots) {
-            at[i] = find_row(a, box, row);
-            if (is_zero)
-                at[i].src = at[i].dst;
-            s[i] = load_shifted(at[i], run, j[i], is_zero);
-        }
+        uint32_t slot = first + 64 * i;
+        row[i] = divide(slot, per_row);
+        j[i] = slot - row[i] * per_row.by;
+        s[i].a = s[i].b = make_uint4(0, 0, 0, 0);
+        has[i] = s[i].is_whole = false;
+        if (slot >= nslots)
+            continue;
+        at[i] = find_row(a, box, row[i]);
+        if (is_zero)
+            at[i].src = at[i].dst;
+        const char *from = source_of_slot(at[i], j[i]), *begin = from - ((uint64_t)from & 15);
+        has[i] = begin + 16 > at[i].src && begin + 16 <= at[i].src + run;
+        s[i].is_whole = lane == 31 && begin + 32 <= at[i].src + run; /* there is no next thread */
+        if (has[i] && !is_zero)
+            s[i].a = *(const uint4 *)begin;
+        if (s[i].is_whole && !is_zero)
+            s[i].b = *(const uint4 *)(begin + 16);
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        if (first + 64 * i < nslots)
-            store_shifted(s[i], at[i], run, j[i], is_zero);
+        uint4 next;
+        next.x = __shfl_down_sync(~0U, s[i].a.x, 1);
+        next.y = __shfl_down_sync(~0U, s[i].a.y, 1);
+        next.z = __shfl_down_sync(~0U, s[i].a.z, 1);
+        next.w = __shfl_down_sync(~0U, s[i].a.w, 1);
+        bool has_next = __shfl_down_sync(~0U, has[i] ? row[i] : ~0U, 1) == row[i];
+        if (first + 64 * i >= nslots)
+            continue;
+        if (lane < 31) {
+            s[i].b = next;
+            s[i].is_whole = has_next;
+        }
+        const char *to = aligned_slot(at[i], j[i]), *from = source_of_slot(at[i], j[i]);
+        bool is_inside = to >= at[i].dst && to + 16 <= at[i].dst + run;
+        s[i].is_whole = is_inside && has[i] && (s[i].is_whole || ((uint64_t)from & 15) == 0);
+        store_shifted(s[i], at[i], run, j[i], is_zero);
     }
 }
 

@@ -11,23 +11,32 @@ INLINE uint32_t larger(uint32_t a, uint32_t b) {
     return a > b ? a : b;
 }
 
-/* The bits of the largest magnitude: infinity's or more where one is not finite. */
-template <int N> INLINE uint32_t largest(const float *x) {
+/* The bits of the largest magnitude, as f32, of N elements of SIZE bytes: infinity's or more where one is not finite.
+ * Magnitudes of floats are ordered as their bits are. */
+template <int SIZE, int N> INLINE uint32_t largest(uint32_t dtype, const uint32_t *w) {
     uint32_t most = 0;
+    if constexpr (SIZE == 4) {
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        most = larger(most, bits_of(x[i]) & F32_ABS);
-    return most;
+        for (int i = 0; i < N; i++)
+            most = larger(most, w[i] & F32_ABS);
+        return most;
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        most = __vmaxu2(most, w[i] & 0x7fff7fff);
+    most = larger(most & 0xffff, most >> 16);
+    return dtype == TB_BF16 ? most << 16 : widen_f16(most);
 }
 
 /* Notes the first element that is not finite, among N from a column on. */
 template <int N>
-static __device__ __noinline__ void record_bad(tb__cuda_result *result, const float *x, int64_t columns, uint32_t row,
-                                               int64_t column) {
-    for (int i = N - 1; i >= 0; i--) {
-        if ((bits_of(x[i]) & F32_ABS) >= F32_INF)
-            atomicMin((unsigned long long *)&result->bad, (unsigned long long)((int64_t)row * columns + column + i));
-    }
+INLINE void record_bad(tb__cuda_result *result, const float *x, int64_t columns, uint32_t row, int64_t column) {
+    int first = N;
+#pragma unroll
+    for (int i = N - 1; i >= 0; i--)
+        first = (bits_of(x[i]) & F32_ABS) >= F32_INF ? i : first;
+    if (first < N)
+        atomicMin((unsigned long long *)&result->bad, (unsigned long long)((int64_t)row * columns + column + first));
 }
 
 INLINE tb__cuda_result *result_of(args_ref a, const tb__cuda_matrix &m) {
@@ -68,6 +77,10 @@ INLINE float refine_quotient(float x, float y, float r) {
     return __fmaf_rn(__fmaf_rn(-q, y, x), r, q);
 }
 
+static __device__ __noinline__ float divide_slowly(float x, float y) {
+    return __fdiv_rn(x, y);
+}
+
 /* N numbers divided by a positive one, to be rounded to a format whose largest number is below `most`, a power of two:
  * what is beyond that comes out as some number beyond it. */
 template <int N> INLINE void divide_all(float *x, float y, float most) {
@@ -79,16 +92,16 @@ template <int N> INLINE void divide_all(float *x, float y, float most) {
             x[i] = copysignf(q, x[i]);
         }
     } else {
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < N; i++)
-            x[i] = __fdiv_rn(x[i], y);
+            x[i] = divide_slowly(x[i], y);
     }
 }
 
 INLINE float divide_one(float x, float y) {
     if (is_moderate(x) && is_moderate(y))
         return refine_quotient(x, y, __frcp_rn(y));
-    return __fdiv_rn(x, y);
+    return divide_slowly(x, y);
 }
 
 /* ---- Scales ------------------------------------------------------------------------------------------------------ */
@@ -161,12 +174,13 @@ template <int N> INLINE uint32_t make_nvfp4(uint32_t most, float global, float *
     return scale;
 }
 
-/* SIZE: bytes of an element. A row takes whole blocks, with the padding of scales in tiles. */
-template <int SIZE, bool IS_MXFP8, bool IS_WHOLE>
+/* SIZE: bytes of an element, DTYPE: its dtype, or 0 if that is known at run time only. A row takes whole blocks, with the
+ * padding of scales in tiles. */
+template <int SIZE, int DTYPE, bool IS_MXFP8, bool IS_WHOLE>
 INLINE void quantise_slots(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
     enum { N = 16 / SIZE, BLOCK = IS_MXFP8 ? MXFP8_BLOCK : NVFP4_BLOCK, LANES = BLOCK / N, STEP = 4 };
     enum { OUT = IS_MXFP8 ? N : N / 2, OUT_WORDS = (OUT + 3) / 4 }; /* bytes */
-    uint32_t nrows = m.nrows, dtype = m.dtype;
+    uint32_t nrows = m.nrows, dtype = DTYPE ? DTYPE : m.dtype;
     const tb__cuda_divisor per_row = m.per_row;
     int64_t columns = m.columns, row_step = m.row_step, data_step = m.data_step, scale_columns = m.scale_columns;
     const char *src = (const char *)(m.rows_at + src_base(a, m.flags));
@@ -191,7 +205,7 @@ INLINE void quantise_slots(args_ref a, const tb__cuda_matrix &m, uint32_t first)
         uint32_t out[OUT_WORDS];
         int64_t column = (int64_t)block[i] * BLOCK + sub * N, n = row[i] < nrows ? columns - column : 0;
         widen<SIZE, N>(dtype, in[i], x);
-        uint32_t most = largest<N>(x), scale;
+        uint32_t most = largest<SIZE, N>(dtype, in[i]), scale;
 #pragma unroll
         for (int k = 1; k < LANES; k *= 2)
             most = larger(most, __shfl_xor_sync(~0U, most, k));
@@ -230,6 +244,13 @@ INLINE void quantise_slots(args_ref a, const tb__cuda_matrix &m, uint32_t first)
     }
 }
 
+/* Tiles that are not whole have functions of their own, so that whole ones have the registers. */
+template <int SIZE, bool IS_MXFP8>
+static __device__ __noinline__ void quantise_other_tile(args_ref a, uint32_t place, uint32_t first) {
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, place);
+    quantise_slots<SIZE, 0, IS_MXFP8, false>(a, m, first);
+}
+
 template <int SIZE, bool IS_MXFP8> INLINE void quantise_tile(args_ref a) {
     enum { TILE = 512, BLOCK = IS_MXFP8 ? MXFP8_BLOCK : NVFP4_BLOCK, LANES = BLOCK * SIZE / 16 };
     tb__cuda_tile tile = find_tile(a, blockIdx.x);
@@ -238,10 +259,12 @@ template <int SIZE, bool IS_MXFP8> INLINE void quantise_tile(args_ref a) {
     bool is_whole = is_src_aligned(a, m.flags) && is_dst_aligned(a, m.flags) && m.columns == m.scale_columns * BLOCK &&
                     m.per_row.by == m.scale_columns &&
                     (uint64_t)(tile.tile + 1) * TILE / LANES <= m.nrows * (uint64_t)m.per_row.by;
-    if (is_whole)
-        quantise_slots<SIZE, IS_MXFP8, true>(a, m, first);
+    if (!is_whole)
+        quantise_other_tile<SIZE, IS_MXFP8>(a, tile.place, first);
+    else if (SIZE == 2 && m.dtype == TB_F16)
+        quantise_slots<SIZE, TB_F16, IS_MXFP8, true>(a, m, first);
     else
-        quantise_slots<SIZE, IS_MXFP8, false>(a, m, first);
+        quantise_slots<SIZE, SIZE == 2 ? TB_BF16 : TB_F32, IS_MXFP8, true>(a, m, first);
 }
 
 /* ---- fp8: a scale to a block of rows, or to the tensor ----------------------------------------------------------- */
@@ -262,11 +285,12 @@ INLINE void store_fp8(float *x, float scale, bool is_power_of_two, char *to, int
     store_slot<1, N, IS_WHOLE>(to, n, is_aligned, out);
 }
 
-template <int SIZE, bool IS_WHOLE>
+template <int SIZE, int DTYPE, bool IS_WHOLE>
 INLINE void quantise_fp8_slots(args_ref a, const tb__cuda_matrix &m, uint32_t down, uint32_t across) {
     enum { N = 16 / SIZE, LANES = FP8_BLOCK / N, ROWS = 256 / LANES, STEP = FP8_BLOCK / ROWS };
     __shared__ uint32_t mosts[8];
-    uint32_t first = down * FP8_BLOCK + threadIdx.x / LANES, dtype = m.dtype, nrows = m.nrows;
+    uint32_t first = down * FP8_BLOCK + threadIdx.x / LANES, nrows = m.nrows;
+    uint32_t dtype = DTYPE ? DTYPE : m.dtype;
     int64_t column = (int64_t)across * FP8_BLOCK + threadIdx.x % LANES * N, left = m.columns - column;
     const char *src = (const char *)(m.rows_at + src_base(a, m.flags)) + column * SIZE;
     char *data = (char *)(m.data + dst_base(a, m.flags)) + column;
@@ -278,11 +302,8 @@ INLINE void quantise_fp8_slots(args_ref a, const tb__cuda_matrix &m, uint32_t do
         load_slot<SIZE, N, IS_WHOLE>(src + row * m.row_step, row < nrows ? left : 0, src_aligned, in[i]);
     }
 #pragma unroll
-    for (int i = 0; i < STEP; i++) {
-        float x[N];
-        widen<SIZE, N>(dtype, in[i], x);
-        most = larger(most, largest<N>(x));
-    }
+    for (int i = 0; i < STEP; i++)
+        most = larger(most, largest<SIZE, N>(dtype, in[i]));
 #pragma unroll
     for (int k = 1; k < 32; k *= 2)
         most = larger(most, __shfl_xor_sync(~0U, most, k));
@@ -317,16 +338,24 @@ INLINE void quantise_fp8_slots(args_ref a, const tb__cuda_matrix &m, uint32_t do
     }
 }
 
+template <int SIZE>
+static __device__ __noinline__ void quantise_other_block(args_ref a, uint32_t place, uint32_t down, uint32_t across) {
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, place);
+    quantise_fp8_slots<SIZE, 0, false>(a, m, down, across);
+}
+
 template <int SIZE> INLINE void quantise_fp8_block(args_ref a) {
     tb__cuda_tile tile = find_tile(a, blockIdx.x);
     const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
     uint32_t down = divide(tile.tile, m.per_row), across = tile.tile - down * m.per_row.by;
     bool is_whole = is_src_aligned(a, m.flags) && is_dst_aligned(a, m.flags) && (down + 1) * FP8_BLOCK <= m.nrows &&
                     (int64_t)(across + 1) * FP8_BLOCK <= m.columns;
-    if (is_whole)
-        quantise_fp8_slots<SIZE, true>(a, m, down, across);
+    if (!is_whole)
+        quantise_other_block<SIZE>(a, tile.place, down, across);
+    else if (SIZE == 2 && m.dtype == TB_F16)
+        quantise_fp8_slots<SIZE, TB_F16, true>(a, m, down, across);
     else
-        quantise_fp8_slots<SIZE, false>(a, m, down, across);
+        quantise_fp8_slots<SIZE, SIZE == 2 ? TB_BF16 : TB_F32, true>(a, m, down, across);
 }
 
 template <int SIZE, bool IS_WHOLE> INLINE void quantise_fp8_flat(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
@@ -334,7 +363,7 @@ template <int SIZE, bool IS_WHOLE> INLINE void quantise_fp8_flat(args_ref a, con
     const char *src = (const char *)(m.rows_at + src_base(a, m.flags));
     char *data = (char *)(m.data + dst_base(a, m.flags));
     bool src_aligned = is_src_aligned(a, m.flags), dst_aligned = is_dst_aligned(a, m.flags);
-    uint32_t in[STEP][4];
+    uint32_t in[STEP][4], dtype = m.dtype;
     float scale;
     if (!find_scale(a, m, &scale))
         return;
@@ -350,12 +379,17 @@ template <int SIZE, bool IS_WHOLE> INLINE void quantise_fp8_flat(args_ref a, con
         float x[N];
         if (!IS_WHOLE && slot >= m.nslots)
             return;
-        widen<SIZE, N>(m.dtype, in[i], x);
-        if (largest<N>(x) >= F32_INF)
+        widen<SIZE, N>(dtype, in[i], x);
+        if (largest<SIZE, N>(dtype, in[i]) >= F32_INF)
             record_bad<N>(result_of(a, m), x, m.columns, row, (int64_t)j * N);
         store_fp8<N, IS_WHOLE>(x, scale, false, data + (m.first + row) * m.data_step + (int64_t)j * N,
                                m.columns - (int64_t)j * N, dst_aligned);
     }
+}
+
+template <int SIZE> static __device__ __noinline__ void quantise_other_flat(args_ref a, uint32_t place, uint32_t first) {
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, place);
+    quantise_fp8_flat<SIZE, false>(a, m, first);
 }
 
 template <int SIZE> INLINE void quantise_fp8_tensor(args_ref a) {
@@ -365,7 +399,7 @@ template <int SIZE> INLINE void quantise_fp8_tensor(args_ref a) {
     if (is_src_aligned(a, m.flags) && is_dst_aligned(a, m.flags) && is_tile_full(m, (tile.tile + 1) * 512, 16 / SIZE))
         quantise_fp8_flat<SIZE, true>(a, m, first);
     else
-        quantise_fp8_flat<SIZE, false>(a, m, first);
+        quantise_other_flat<SIZE>(a, tile.place, first);
 }
 
 /* ---- amax -------------------------------------------------------------------------------------------------------- */
@@ -374,7 +408,7 @@ template <int SIZE, bool IS_WHOLE> INLINE void find_amax_of(args_ref a, const tb
     enum { N = 16 / SIZE, STEP = 8 };
     const char *src = (const char *)(m.rows_at + src_base(a, m.flags));
     bool src_aligned = is_src_aligned(a, m.flags);
-    uint32_t in[STEP][4], most = 0;
+    uint32_t in[STEP][4], most = 0, dtype = m.dtype;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         uint32_t slot = first + 256 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
@@ -383,11 +417,11 @@ template <int SIZE, bool IS_WHOLE> INLINE void find_amax_of(args_ref a, const tb
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        float x[N];
-        widen<SIZE, N>(m.dtype, in[i], x);
-        uint32_t here = largest<N>(x);
+        uint32_t here = largest<SIZE, N>(dtype, in[i]);
         most = larger(most, here);
         if (here >= F32_INF) {
+            float x[N];
+            widen<SIZE, N>(dtype, in[i], x);
             uint32_t slot = first + 256 * i, row = divide(slot, m.per_row), j = slot - row * m.per_row.by;
             record_bad<N>(result_of(a, m), x, m.columns, row, (int64_t)j * N);
         }
@@ -401,6 +435,11 @@ template <int SIZE, bool IS_WHOLE> INLINE void find_amax_of(args_ref a, const tb
         atomicMax(&result->amax, most);
 }
 
+template <int SIZE> static __device__ __noinline__ void find_other_amax(args_ref a, uint32_t place, uint32_t first) {
+    const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, place);
+    find_amax_of<SIZE, false>(a, m, first);
+}
+
 template <int SIZE> INLINE void find_amax(args_ref a) {
     tb__cuda_tile tile = find_tile(a, blockIdx.x);
     const tb__cuda_matrix m = *(const tb__cuda_matrix *)heap_at(a, tile.place);
@@ -408,7 +447,7 @@ template <int SIZE> INLINE void find_amax(args_ref a) {
     if (is_src_aligned(a, m.flags) && is_tile_full(m, (tile.tile + 1) * 2048, 16 / SIZE))
         find_amax_of<SIZE, true>(a, m, first);
     else
-        find_amax_of<SIZE, false>(a, m, first);
+        find_other_amax<SIZE>(a, tile.place, first);
 }
 
 /* ---- Back to plain numbers --------------------------------------------------------------------------------------- */
@@ -441,22 +480,25 @@ INLINE uint32_t multiply_exactly(uint32_t x, uint32_t y) {
 }
 
 /* One element. */
-INLINE uint32_t dequantise_element(const tb__cuda_matrix &m, const char *data, const char *scales, float global,
-                                   int64_t row, int64_t column) {
-    int64_t at = row * m.data_step + column;
+static __device__ __noinline__ uint32_t dequantise_element(const tb__cuda_matrix *m, float global, int64_t row,
+                                                           int64_t column) {
+    int64_t at = row * m->data_step + column;
+    const char *data = (const char *)m->data;
     uint32_t bits;
-    if (m.kind == TB__QUANT_NVFP4) {
+    if (m->kind == TB__QUANT_NVFP4) {
         uint32_t code = (uint32_t)((uint8_t)data[at / 2]) >> (at % 2 * 4) & 15, a = code & 7;
         bits = bits_of(a < 2 ? (float)a * 0.5f : float_of((a << 22) + (126U << 23))) | (code & 8) << 28;
     } else {
         bits = widen_e4m3((uint8_t)data[at]);
     }
-    return narrow_exactly(m.dtype, multiply_exactly(bits, bits_of(scale_of(m, scales, global, row, column))));
+    float scale = scale_of(*m, (const char *)m->scales, global, row, column);
+    return narrow_exactly(m->dtype, multiply_exactly(bits, bits_of(scale)));
 }
 
 /* SIZE: bytes of an element of the destination. A slot is 16 bytes of it. */
-template <int SIZE, bool IS_WHOLE> INLINE void dequantise_slots(args_ref a, const tb__cuda_matrix &m, uint32_t first) {
+template <int SIZE, bool IS_WHOLE> INLINE void dequantise_slots(args_ref a, uint32_t place, uint32_t first) {
     enum { N = 16 / SIZE, STEP = 4 };
+    const tb__cuda_matrix *at_place = (const tb__cuda_matrix *)heap_at(a, place), m = *at_place;
     const char *data = (const char *)m.data, *scales = (const char *)m.scales;
     char *dst = (char *)(m.rows_at + dst_base(a, m.flags));
     bool is_nvfp4 = m.kind == TB__QUANT_NVFP4, dst_aligned = is_dst_aligned(a, m.flags);
@@ -509,16 +551,20 @@ template <int SIZE, bool IS_WHOLE> INLINE void dequantise_slots(args_ref a, cons
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 out[k] = 0;
-#pragma unroll 1
+#pragma unroll
             for (int k = 0; k < N; k++) {
                 if (k < n)
                     add_element<SIZE>(out, k,
-                                      dequantise_element(m, data, scales, global, m.first + row,
+                                      dequantise_element(at_place, global, m.first + row,
                                                          m.first_column + (int64_t)j * N + k));
             }
         }
         store_slot<SIZE, N, IS_WHOLE>(to, n, dst_aligned, out);
     }
+}
+
+template <int SIZE> static __device__ __noinline__ void dequantise_other_tile(args_ref a, uint32_t place, uint32_t first) {
+    dequantise_slots<SIZE, false>(a, place, first);
 }
 
 template <int SIZE> INLINE void dequantise_tile(args_ref a) {
@@ -527,9 +573,9 @@ template <int SIZE> INLINE void dequantise_tile(args_ref a) {
     uint32_t first = tile.tile * 512 + threadIdx.x;
     bool is_aligned = m.flags & TB__CUDA_ALIGNED_SRC && is_dst_aligned(a, m.flags);
     if (is_aligned && is_tile_full(m, (tile.tile + 1) * 512, 16 / SIZE))
-        dequantise_slots<SIZE, true>(a, m, first);
+        dequantise_slots<SIZE, true>(a, tile.place, first);
     else
-        dequantise_slots<SIZE, false>(a, m, first);
+        dequantise_other_tile<SIZE>(a, tile.place, first);
 }
 
 /* So many blocks of a kernel fit on a multiprocessor: enough loads under way. */
@@ -538,15 +584,15 @@ template <int SIZE> INLINE void dequantise_tile(args_ref a) {
         tb__##name(const __grid_constant__ tb__cuda_args a) {                                                          \
         __VA_ARGS__(a);                                                                                                \
     }
-QUANT(mxfp8_2, 128, 8, quantise_tile<2, true>)
-QUANT(mxfp8_4, 128, 8, quantise_tile<4, true>)
+QUANT(mxfp8_2, 128, 6, quantise_tile<2, true>)
+QUANT(mxfp8_4, 128, 6, quantise_tile<4, true>)
 QUANT(nvfp4_2, 128, 6, quantise_tile<2, false>)
 QUANT(nvfp4_4, 128, 6, quantise_tile<4, false>)
-QUANT(fp8_block_2, 256, 4, quantise_fp8_block<2>)
+QUANT(fp8_block_2, 256, 3, quantise_fp8_block<2>)
 QUANT(fp8_block_4, 256, 2, quantise_fp8_block<4>)
 QUANT(fp8_tensor_2, 128, 8, quantise_fp8_tensor<2>)
 QUANT(fp8_tensor_4, 128, 8, quantise_fp8_tensor<4>)
-QUANT(amax_2, 256, 4, find_amax<2>)
-QUANT(amax_4, 256, 4, find_amax<4>)
+QUANT(amax_2, 256, 3, find_amax<2>)
+QUANT(amax_4, 256, 3, find_amax<4>)
 QUANT(dequantise_2, 128, 8, dequantise_tile<2>)
 QUANT(dequantise_4, 128, 8, dequantise_tile<4>)
