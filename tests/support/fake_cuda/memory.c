@@ -629,7 +629,8 @@ static void put_attribute(CUpointer_attribute what, void *out, const piece *p, c
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
         *(bool *)out = false;
         break;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: /* of VMM memory the driver tells the reservation's, which helps nobody */
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: /* of VMM memory the driver tells the reservation's, which helps nobody
+                                                 */
         if (p && p->is_vmm)
             die("the range of an address of VMM memory is asked for");
         *(CUdeviceptr *)out = p ? p->base : r ? r->base : 0;
