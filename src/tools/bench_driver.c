@@ -11,8 +11,9 @@
 
 enum { TIMEOUT_MS = 60000, FIRST = 0x5a };
 
-/* A function that the CUDA device has no use for. */
+/* Functions that the CUDA device has no use for. */
 typedef CUresult elapsed_fn(float *ms, CUevent start, CUevent end);
+typedef CUresult fill_fn(CUdeviceptr memory, unsigned char value, size_t nbytes, CUstream stream);
 
 /* One thing that the GPU does, between two events. */
 typedef struct interval {
@@ -25,6 +26,7 @@ static struct {
     tb__cuda_api real;
     tb__gpu *gpu;
     elapsed_fn *elapsed;
+    fill_fn *fill;
     CUstream stream;
     CUevent base; /* the reset */
     TB_VEC(interval) intervals;
@@ -46,13 +48,15 @@ static tb_status get_gpu(void) {
     watch.real = tb__cuda;
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     void *elapsed = library ? dlsym(library, "cuEventElapsedTime_v2") : NULL;
+    void *fill = library ? dlsym(library, "cuMemsetD8Async") : NULL;
     if (library && !elapsed)
         elapsed = dlsym(library, "cuEventElapsedTime"); /* before CUDA 12.8 */
     memcpy(&watch.elapsed, &elapsed, sizeof elapsed);
-    if (elapsed)
+    memcpy(&watch.fill, &fill, sizeof fill);
+    if (elapsed && fill)
         return TB_OK;
     watch.gpu = NULL;
-    return tb__fail(TB_REFUSED, "the driver has no cuEventElapsedTime");
+    return tb__fail(TB_REFUSED, "the driver has no cuEventElapsedTime or cuMemsetD8Async");
 }
 
 static tb_status wait_for(CUevent event) {
@@ -118,13 +122,6 @@ static CUresult upload_async(CUdeviceptr dst, const void *src, size_t nbytes, CU
     return result;
 }
 
-static CUresult fill_async(CUdeviceptr dst, unsigned char value, size_t nbytes, CUstream stream) {
-    interval *it = begin_interval(stream);
-    CUresult result = watch.real.cuMemsetD8Async(dst, value, nbytes, stream);
-    end_interval(it, stream);
-    return result;
-}
-
 tb_status bench_driver_watch(void) {
     TB_TRY(get_gpu());
     TB_TRY(tb__gpu_push(watch.gpu));
@@ -137,7 +134,6 @@ tb_status bench_driver_watch(void) {
     tb__cuda.cuLaunchKernel = launch_kernel;
     tb__cuda.cuMemcpyAsync = copy_async;
     tb__cuda.cuMemcpyHtoDAsync = upload_async;
-    tb__cuda.cuMemsetD8Async = fill_async;
     watch.is_on = true;
     pthread_mutex_unlock(&watch.lock);
     return TB_OK;
@@ -201,7 +197,7 @@ tb_status bench_driver_spent(double *seconds, int64_t *nlaunches) {
 /* ---- cuMemcpyAsync ------------------------------------------------------------------------------------------- */
 
 static tb_status fill_now(CUdeviceptr memory, unsigned char value, size_t nbytes, CUstream stream, CUevent event) {
-    TB_TRY(check(watch.real.cuMemsetD8Async(memory, value, nbytes, stream), "cuMemsetD8Async"));
+    TB_TRY(check(watch.fill(memory, value, nbytes, stream), "cuMemsetD8Async"));
     TB_TRY(check(watch.real.cuEventRecord(event, stream), "cuEventRecord"));
     return wait_for(event);
 }

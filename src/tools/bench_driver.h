@@ -8,7 +8,7 @@
 
 /* ---- What the library does (bench_driver.c) ------------------------------------------------------------------ */
 
-/* From now on the library's kernels, copies and fills on cuda:0 are timed, by events right before and after each. */
+/* From now on the library's kernels and copies on cuda:0 are timed, by events right before and after each. */
 tb_status bench_driver_watch(void);
 
 /* What was submitted from now on ... */

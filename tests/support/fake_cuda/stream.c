@@ -409,7 +409,7 @@ CUresult cuEventQuery(CUevent event) {
     return error != CUDA_SUCCESS ? error : is_done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-/* Of which the library has no need, but the bench has. */
+/* Of which only the bench has need. */
 CUresult cuEventElapsedTime(float *ms, CUevent start, CUevent end) {
     ENTER(NEEDS_CONTEXT);
     check_handle(start, EVENT, "an event");
@@ -488,5 +488,13 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUst
         w.bytes = get(nbytes);
         memcpy(w.bytes, from, nbytes);
     }
+    return submit(stream, w);
+}
+
+/* Of which only the bench has need. */
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
+    ENTER(NEEDS_CONTEXT);
+    work w = {.kind = COPY, .to = to, .nbytes = nbytes, .bytes = get(nbytes)};
+    memset(w.bytes, value, nbytes);
     return submit(stream, w);
 }
