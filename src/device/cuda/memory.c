@@ -43,6 +43,16 @@ static tb__share_kind share_kind(const attributes *a) {
                                                                       : TB__SHARE_NONE;
 }
 
+/* The driver tells the extent of memory only to a thread with a context, which the memory's GPU has already. */
+static bool find_range(int ordinal, CUdeviceptr address, tb__memory_piece *out) {
+    tb__gpu *gpu;
+    if (tb__gpu_get(ordinal, &gpu) != TB_OK || tb__gpu_push(gpu) != TB_OK)
+        return false;
+    CUresult result = tb__cuda.cuMemGetAddressRange(&out->base, &out->nbytes, address);
+    tb__gpu_pop();
+    return result == CUDA_SUCCESS && out->nbytes > 0 && address - out->base < out->nbytes;
+}
+
 bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
     attributes a;
     if (ask(address, &a) != CUDA_SUCCESS || a.memory_type != CU_MEMORYTYPE_DEVICE || a.ordinal >= TB__MAX_GPUS)
@@ -51,8 +61,7 @@ bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
                               .is_vmm = !a.is_legacy && !a.mempool && !a.is_managed,
                               .id = a.id,
                               .kind = share_kind(&a)};
-    return tb__cuda.cuMemGetAddressRange(&out->base, &out->nbytes, address) == CUDA_SUCCESS && out->nbytes > 0 &&
-           address - out->base < out->nbytes;
+    return find_range(out->ordinal, address, out);
 }
 
 /* Mixes the ids of pieces: a tensor's memory is other memory when any piece of it is. */

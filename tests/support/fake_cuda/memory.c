@@ -539,7 +539,7 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *what, void 
 }
 
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address) {
-    ENTER(NEEDS_INIT);
+    ENTER(NEEDS_CONTEXT);
     lock();
     const piece *p = find_piece(address);
     if (p) {
