@@ -212,9 +212,11 @@ TB_API tb_status tb_world_progress(tb_world *world);
  * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services, on the ranks
  * that have come to them. What was released, or is in a snapshot, is not affected. After TB_OK this process neither
  * reads nor writes the memory, and no peer writes it; a peer that has read it meanwhile, or is still reading, discards
- * what it read and fails. Batches with tensors in it have to be made again, also those that have not moved yet.
+ * what it read and fails. Device memory is not mapped by any peer any more. Batches with tensors in it have to be made
+ * again, also those that have not moved yet.
  *
- * Waits for copies that are under way, for the world's timeout_ms at most. TB_TIMEOUT ("still in use by ..."): the
+ * Waits for copies that are under way, and for peers to unmap device memory, for the world's timeout_ms at most.
+ * TB_TIMEOUT ("still in use by ..."): the
  * memory must not be freed yet; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a
  * function that the library calls. A shadowed receive that was decided and has not changed the tensors yet fails on
  * this rank alone: the others of its group have the version. */

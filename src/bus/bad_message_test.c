@@ -5,7 +5,7 @@
 #include "flow/flow_inside.h"
 #include "loop/loop_inside.h"
 
-enum { SIDE = 64 };
+enum { SIDE = 64, SMALL = 64 };
 
 /* What a BIND says, if not the truth. */
 typedef struct lie {
@@ -14,9 +14,10 @@ typedef struct lie {
     int64_t strides[2]; /* 0: the true ones */
     bool is_word;       /* of the word: */
     uint64_t word_offset;
-    bool has_small_words; /* the words' key is the one of a small region */
+    bool has_small_words; /* the words' key is the one of a region of SMALL bytes */
     uint64_t tensor;      /* key of the tensor */
     bool twice, is_cut;
+    bool is_unshared; /* its key is to device memory that was never shared */
 } lie;
 
 static tb__flow *flow_of(const tb_batch *batch) {
@@ -31,8 +32,17 @@ static void pack_key(tb__pack *pack, tb__region *region, tb__peer *peer) {
     tb__pack_fini(&key);
 }
 
+static void pack_unshared_key(tb__pack *pack) {
+    tb__pack key = {0};
+    tb__pack_u32(&key, TB__KEY_SHARE);
+    for (int i = 0; i < 3; i++)
+        tb__pack_u64(&key, 77);
+    tb__pack_bytes(pack, key.data, key.count);
+    tb__pack_fini(&key);
+}
+
 /* With the lock held. */
-static void send_lie(tb__flow *flow, const lie *l) {
+static void send_lie(tb__flow *flow, const lie *l, tb__region *small) {
     tb__pack pack = {0};
     member *reader = NULL;
     for (size_t i = 0; i < flow->nmembers; i++)
@@ -40,15 +50,19 @@ static void send_lie(tb__flow *flow, const lie *l) {
     flow->setup.is_bound = true; /* so that the truth is not told */
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, false);
-    pack_key(&pack, l->has_small_words ? flow->setup.src_regions[0] : flow->direct.exposures_region, reader->peer);
+    pack_key(&pack, l->has_small_words ? small : flow->direct.exposures_region, reader->peer);
     tb__pack_u64(&pack,
                  l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
+    tb__pack_bytes(&pack, NULL, 0); /* no staging memory on a device */
     uint32_t count = l->twice ? 2 : 1;
     tb__pack_u32(&pack, count);
     for (uint32_t i = 0; i < count; i++) {
         tb__pack_u64(&pack, l->tensor);
         tb__pack_u32(&pack, false);
-        pack_key(&pack, flow->setup.src_regions[0], reader->peer);
+        if (l->is_unshared)
+            pack_unshared_key(&pack);
+        else
+            pack_key(&pack, flow->setup.src_regions[0], reader->peer);
         tb__pack_u64(&pack, l->offset);
         for (int d = 0; d < 2; d++)
             tb__pack_i64(&pack, l->strides[d] ? l->strides[d] : flow->tensors[0].src.strides[d]);
@@ -63,17 +77,33 @@ static tb_status move(rank *r, setup *s, tb_transfer **t) {
     return status == TB_OK ? tb_wait(*t, TB_COMMITTED, -1) : status;
 }
 
+/* From then on the rank maps memory of the slow device, wherever its tensor is. */
+static void use_device(rank *r) {
+#ifdef TB_SLOW_DEVICE
+    void *memory = slow_device_alloc(1);
+    check(tb__loop_find_device(r->world->loop, memory, 1)->ops == &slow_device_ops);
+    slow_device_free(memory);
+#else
+    (void)r;
+#endif
+}
+
 static void tell_a_lie(rank *r) {
     const lie *l = r->scene->shared;
     tb_transfer *t = NULL;
+    tb__region *small = NULL;
+    void *memory;
     setup s;
+    check_ok(tb_alloc(SMALL, &memory));
+    use_device(r);
     set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", SIDE, SIDE, NULL);
     meet(r);
     if (is_a(r)) {
         part_fill(&s.w, 1);
         tb__loop_lock(r->world->loop);
         check_ok(tb__flow_plan(flow_of(s.batch)));
-        send_lie(flow_of(s.batch), l);
+        check_ok(tb__region_get(r->world->loop, memory, SMALL, &small));
+        send_lie(flow_of(s.batch), l, small);
         tb__loop_unlock(r->world->loop);
     }
     tb_status status = move(r, &s, &t);
@@ -86,6 +116,10 @@ static void tell_a_lie(rank *r) {
     }
     tb_transfer_destroy(t);
     meet(r);
+    tb__loop_lock(r->world->loop);
+    tb__region_put(small);
+    tb__loop_unlock(r->world->loop);
+    tb_free(memory);
     tear_down(&s);
 }
 
@@ -113,10 +147,11 @@ static void test_places(void **state) {
         {.words = word, .is_word = true, .word_offset = (uint64_t)1 << 40},
         {.words = word, .is_word = true, .word_offset = UINT64_MAX - 7},
         {.words = word, .is_word = true, .word_offset = 4},
-        {.words = word, .is_word = true, .word_offset = (uint64_t)SIDE * SIDE * 4, .has_small_words = true},
+        {.words = word, .is_word = true, .word_offset = SMALL, .has_small_words = true},
         {.words = "there is no tensor of key 77", .tensor = 77},
         {.words = "tensors are not in order", .twice = true},
         {.words = "truncated or malformed", .is_cut = true},
+        {.words = NULL, .is_unshared = true},
     };
     for (size_t i = 0; i < sizeof lies / sizeof *lies; i++)
         run_ranks(tell_a_lie, 1, 1, &lies[i]);
@@ -216,8 +251,70 @@ static void test_frames(void **state) {
         run_ranks(send_bad_frame, 1, 1, &frames[i]);
 }
 
+/* Messages about shared device memory that don't follow src/loop/share.c. */
+typedef struct bad_share {
+    uint32_t kind; /* SHARE, REVOKE, REVOKED */
+    const char *device;
+    uint64_t words[3];
+    size_t nwords;
+    bool is_harmless;
+} bad_share;
+
+static void send_bad_share(rank *r) {
+    const bad_share *f = r->scene->shared;
+    tb_transfer *t = NULL;
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", SIDE, SIDE, NULL);
+    meet(r);
+    if (is_a(r)) {
+        tb__pack pack = {0};
+        part_fill(&s.w, 1);
+        tb__pack_u32(&pack, f->kind);
+        tb__pack_u64(&pack, 77);
+        if (f->device) {
+            tb__pack_string(&pack, f->device);
+            tb__pack_bytes(&pack, "key", 3);
+            tb__pack_u32(&pack, (uint32_t)f->words[0]);
+        }
+        for (size_t i = f->device != NULL; i < f->nwords; i++)
+            tb__pack_u64(&pack, f->words[i]);
+        tb__loop_lock(r->world->loop);
+        const tb__peer *peer = tb__loop_peers(r->world->loop);
+        while (peer->rank == r->world->rank)
+            peer = peer->next;
+        check_ok(tb__loop_send((tb__peer *)(uintptr_t)peer, TB__PORT_LOOP, &pack));
+        tb__loop_unlock(r->world->loop);
+    }
+    tb_status status = move(r, &s, &t);
+    if (f->is_harmless)
+        check_ok(status);
+    else
+        check_fails(status, TB_LOST, is_a(r) ? "(b 0) was lost" : "malformed message of kind");
+    tb_transfer_destroy(t);
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_shares(void **state) {
+    (void)state;
+    const bad_share shares[] = {
+        {.kind = 9},
+        {.kind = 0},
+        {.kind = 0, .device = "slow", .words = {1 << 20, 5}, .nwords = 2}, /* so many descriptors */
+        {.kind = 0, .device = "slow", .words = {3, 5}, .nwords = 2, .is_harmless = true},
+        {.kind = 0, .device = "host", .words = {0, 0}, .nwords = 2, .is_harmless = true},
+        {.kind = 0, .device = "none", .words = {0, 0}, .nwords = 2, .is_harmless = true},
+        {.kind = 1, .words = {1}, .nwords = 1},
+        {.kind = 1, .words = {1, UINT64_MAX, 2}, .nwords = 3},
+        {.kind = 1, .words = {1, 0, 2}, .nwords = 3, .is_harmless = true},
+        {.kind = 2, .words = {1, 2, 3}, .nwords = 3},
+    };
+    for (size_t i = 0; i < sizeof shares / sizeof *shares; i++)
+        run_ranks(send_bad_share, 1, 1, &shares[i]);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_places), cmocka_unit_test(test_announcements),
-                                       cmocka_unit_test(test_frames)};
+                                       cmocka_unit_test(test_frames), cmocka_unit_test(test_shares)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

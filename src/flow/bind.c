@@ -75,6 +75,8 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack_u32(&pack, flow->o.staged);
     pack_key_or_why(&pack, flow, flow->direct.exposures_region, reader->peer);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
+    tb__flow_pack_key(&pack, flow, reader->peer->rank == flow->o.rank ? NULL : flow->staged.on_device.region,
+                      reader->peer);
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
     for (size_t i = 0; i < flow->o.ntensors; i++)
@@ -106,6 +108,7 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
     bool *is_read = tb__malloc(flow->o.ntensors, sizeof *is_read);
     if (!is_read)
         return TB_NO_MEMORY;
+    tb__staged_make_device_stage(flow);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].setup.is_reader)
             send_bind(flow, &flow->members[i], is_read);
@@ -139,11 +142,13 @@ static tb__peer_memory *import_memory(tb__flow *flow, const member *m, tb__unpac
     return memory;
 }
 
-char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb__peer_memory **memory) {
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, bool on_device,
+                     tb__peer_memory **memory) {
     *memory = NULL;
     if (key_nbytes == 0 || tb__peer_memory_import(m->peer, key, key_nbytes, memory) != TB_OK)
         return NULL;
-    char *map = tb__peer_memory_check(*memory, 0, nbytes) == TB_OK ? tb__peer_memory_address(*memory) : NULL;
+    bool is_inside = tb__peer_memory_check(*memory, 0, nbytes) == TB_OK;
+    char *map = !is_inside ? NULL : on_device ? tb__peer_memory_buffer(*memory) : tb__peer_memory_address(*memory);
     if (!map) {
         tb__peer_memory_release(*memory);
         *memory = NULL;
@@ -369,6 +374,9 @@ static void choose_paths(tb__flow *flow, lane *l) {
     l->overwrites_source = lane_overwrites_source(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
     for (uint32_t i = 0; l->overwrites_source && i < l->nsenders; i++)
         flow->members[l->senders[i]].setup.nstash += l->channel->nbuckets;
+    for (size_t i = 0; i < l->channel->nbuckets; i++)
+        paths[i].is_unpacked_on_device =
+            paths[i].takes_staged && tb__staged_unpacks_on_device(flow, l, l->channel->first_bucket + i);
 }
 
 /* Packs the lane's staged buckets as runs of consecutive ones. Returns the number of runs. */
@@ -376,7 +384,8 @@ static uint32_t pack_staged(const tb__flow *flow, const lane *l, tb__pack *list)
     const bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
     uint32_t nruns = 0;
     for (size_t i = 0, next; i < l->channel->nbuckets; i = next) {
-        for (next = i + 1; next < l->channel->nbuckets && paths[next].takes_staged == paths[i].takes_staged;)
+        for (next = i + 1; next < l->channel->nbuckets && paths[next].takes_staged == paths[i].takes_staged &&
+                           paths[next].is_unpacked_on_device == paths[i].is_unpacked_on_device;)
             next++;
         if (!paths[i].takes_staged)
             continue;
@@ -384,6 +393,7 @@ static uint32_t pack_staged(const tb__flow *flow, const lane *l, tb__pack *list)
         tb__pack_u64(list, first->id);
         tb__pack_u32(list, first->part);
         tb__pack_u32(list, (uint32_t)(next - i));
+        tb__pack_u32(list, paths[i].is_unpacked_on_device);
         tb__pack_string(list, paths[i].why_staged);
         nruns++;
     }
@@ -472,8 +482,12 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     bool wants_staging = tb__unpack_u32(message) != 0;
     from->direct.exposures = import_memory(flow, from, message, &from->setup.why_staged);
     uint64_t offset = tb__unpack_u64(message);
+    size_t stage_nbytes;
+    const void *stage = tb__unpack_bytes(message, &stage_nbytes);
     if (message->failed || (from->direct.exposures && !map_exposure(from, offset)))
         return false;
+    if (stage_nbytes > 0) /* else, or without memory for it, its buckets are staged in host memory */
+        (void)tb__peer_memory_import(from->peer, stage, stage_nbytes, &from->setup.stage);
     if (wants_staging)
         from->setup.why_staged = "its rank has asked for it";
     else if (!from->direct.peer_exposure && !from->setup.why_staged)
@@ -496,7 +510,8 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
 
 /* Stages `count` buckets of a lane for the member, from this one on. False: it is not a target of them, or asks twice.
  */
-static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t count, const char *why) {
+static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t count, bool on_device,
+                      const char *why) {
     lane *l = tb__flow_lane(flow, bucket);
     uint32_t position = (uint32_t)(to - flow->members);
     if (!tb__has_int32(l->first->targets, l->first->ntargets, to->peer->rank) ||
@@ -516,6 +531,8 @@ static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t 
             return true;
         }
         l->nstaged += p->nstaged == 0;
+        if (on_device && p->nstaged_on_device++ == 0)
+            p->is_packed_on_device = tb__staged_packs_on_device(flow, (size_t)(p - flow->setup.paths));
         p->staged[p->nstaged++] = position;
         p->why_staged = p->why_staged ? p->why_staged : why;
     }
@@ -526,13 +543,14 @@ bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
     if (!from->setup.is_reader || from->setup.has_reach || !flow->setup.is_planned)
         return false;
     from->setup.must_stash = tb__unpack_u32(message) != 0;
-    size_t nruns = tb__unpack_count(message, 16);
+    size_t nruns = tb__unpack_count(message, 20);
     for (size_t i = 0; i < nruns; i++) {
         uint64_t id = tb__unpack_u64(message);
         uint32_t part = tb__unpack_u32(message), count = tb__unpack_u32(message);
+        bool on_device = tb__unpack_u32(message) != 0;
         const char *why = tb__unpack_string(message);
         size_t bucket = message->failed ? TB__NOWHERE : tb__flow_find_bucket(flow, id, part);
-        if (bucket == TB__NOWHERE || !stage_for(flow, from, bucket, count, keep_sentence(flow, why)))
+        if (bucket == TB__NOWHERE || !stage_for(flow, from, bucket, count, on_device, keep_sentence(flow, why)))
             return false;
     }
     from->setup.has_reach = tb__unpack_is_done(message);
@@ -559,6 +577,7 @@ void tb__flow_unbind(tb__flow *flow) {
         for (size_t j = 0; j < m->setup.remote_tensors.count; j++)
             tb__peer_memory_release(m->setup.remote_tensors.item[j].memory);
         free(m->setup.remote_tensors.item);
+        tb__peer_memory_release(m->setup.stage);
         tb__peer_memory_release(m->direct.exposures);
     }
 }

@@ -38,21 +38,36 @@ bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes) {
            flow->staged.pool_used[which] + (int64_t)nbytes <= flow->staged.pool_size[which];
 }
 
-void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
-    void *buffer;
-    if (tb_alloc(nbytes, &buffer) != TB_OK)
-        return NULL;
+static void count_staged(tb__flow *flow, pool which, size_t nbytes) {
     flow->staged.pool_used[which] += (int64_t)nbytes;
     flow->staged.nbytes += (int64_t)nbytes;
     if (flow->staged.nbytes > flow->staged.nbytes_max)
         flow->staged.nbytes_max = flow->staged.nbytes;
+}
+
+void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
+    void *buffer;
+    if (tb_alloc(nbytes, &buffer) != TB_OK)
+        return NULL;
+    count_staged(flow, which, nbytes);
+    return buffer;
+}
+
+void *tb__flow_stage_bucket(tb__flow *flow, size_t bucket, size_t nbytes) {
+    const bucket_path *path = &flow->setup.paths[bucket];
+    bool on_device = path->is_packed_on_device && path->nstaged_on_device == path->nstaged;
+    char *buffer = on_device ? tb__staged_alloc_on_device(flow, nbytes) : NULL;
+    if (!buffer)
+        return tb__flow_stage(flow, POOL_SEND, nbytes);
+    count_staged(flow, POOL_SEND, nbytes);
     return buffer;
 }
 
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     if (!buffer)
         return;
-    tb_free(buffer);
+    if (!tb__staged_is_on_device(flow, buffer))
+        tb_free(buffer);
     flow->staged.pool_used[which] -= (int64_t)nbytes;
     flow->staged.nbytes -= (int64_t)nbytes;
 }
@@ -214,7 +229,8 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     member *from = &flow->members[c->member];
     if (!p->memory)
         return TB_OK;
-    bool is_valid = tb__peer_memory_is_valid(p->memory);
+    bool is_valid = tb__peer_memory_is_valid(p->memory) &&
+                    (!flow->setup.paths[p->bucket].is_unpacked_on_device || tb__member_is_exposed(flow, from));
     tb__peer_memory_release(p->memory);
     p->memory = NULL;
     p->map = NULL;
@@ -306,6 +322,7 @@ void tb__staged_fini(tb__flow *flow) {
     tb__staged_close(flow, true);
     tb__staged_close(flow, false);
     tb__staged_drop_announcements(flow, 0, UINT64_MAX);
+    tb__staged_free_device_stage(flow);
     free(flow->staged.announcements.item);
     free(flow->staged.stash.item);
     free(flow->staged.is_taken);
@@ -374,6 +391,11 @@ static bucket_message *find_announced(const tb__flow *flow, const member *to, ui
 bool tb__staged_on_go(tb__flow *flow, member *from, tb__unpack *message) {
     uint64_t tag = tb__unpack_u64(message);
     bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
+    if (c && tb__staged_is_on_device(flow, c->staged_bucket->buffer)) {
+        tb__set_detail("it asks for bucket %zu, which it said that it could take from a device",
+                       c->staged_bucket->bucket);
+        return false;
+    }
     if (c)
         post_message(c, TB_OP_SEND);
     return !message->failed;
@@ -424,7 +446,8 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
     }
     /* Buckets that are combined, relayed or stashed need a buffer of this rank. */
     if (!l->is_channel_source && l->nchildren == 0 && !l->overwrites_source)
-        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.memory);
+        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, flow->setup.paths[a.bucket].is_unpacked_on_device,
+                               &a.memory);
     if (!tb__vec_push(&flow->staged.announcements, a)) {
         tb__peer_memory_release(a.memory);
         tb__flow_fail_no_memory(flow, from);
@@ -437,6 +460,18 @@ void tb__staged_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last
     for (size_t i = 0; i < flow->staged.announcements.count; i++) {
         const announcement *a = &flow->staged.announcements.item[i];
         if (a->attempt >= first && a->attempt <= last)
+            tb__peer_memory_release(a->memory);
+        else
+            flow->staged.announcements.item[kept++] = *a;
+    }
+    flow->staged.announcements.count = kept;
+}
+
+void tb__staged_drop_revoked(tb__flow *flow) {
+    size_t kept = 0;
+    for (size_t i = 0; i < flow->staged.announcements.count; i++) {
+        const announcement *a = &flow->staged.announcements.item[i];
+        if (a->memory && tb__peer_memory_is_revoked(a->memory))
             tb__peer_memory_release(a->memory);
         else
             flow->staged.announcements.item[kept++] = *a;

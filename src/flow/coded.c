@@ -48,6 +48,10 @@ static bool needs_scratch(const tb__flow *flow, const tb_chunk *chunk, bool pack
            b->strides[last] != 1;
 }
 
+bool tb__flow_needs_host(const tb__flow *flow, const tb_chunk *chunk, bool packs) {
+    return is_called(flow->tensors[chunk->tensor].codec, packs) || needs_scratch(flow, chunk, packs);
+}
+
 /* ---- Moves ------------------------------------------------------------------------------------------------------- */
 
 static tb_status list_scratch(const tb_binding *box, const tb_binding *scratch, bool is_back, tb__move_list *out) {

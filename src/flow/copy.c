@@ -204,7 +204,7 @@ tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, b
 }
 
 /* Bytes between chunks are zeroed, so that a bucket's checksum depends on its tensors only. */
-static tb_status add_gap(tb__move_list *out, uint32_t bucket, int64_t from, int64_t to) {
+static tb_status add_gap(const tb__flow *flow, tb__move_list *out, uint32_t bucket, int64_t from, int64_t to) {
     tb__move zeros = {.part = bucket,
                       .ndim = 1,
                       .len = {to - from},
@@ -212,7 +212,7 @@ static tb_status add_gap(tb__move_list *out, uint32_t bucket, int64_t from, int6
                       .dst_stride = {1},
                       .dst_dtype = TB_U8,
                       .is_dst_in_buffer = true};
-    return to > from ? tb__move_list_add(out, &zeros) : TB_OK;
+    return to > from && flow->o.checksum ? tb__move_list_add(out, &zeros) : TB_OK;
 }
 
 static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, const move_end *from, size_t nfrom,
@@ -225,7 +225,7 @@ static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, co
         bucket_chunk it = {.chunk = &flow->setup.ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
         raw += (size_t)raw_nbytes(flow, it.chunk);
         if (to->kind == END_BUCKET && i + 1 < bucket->nentries)
-            TB_TRY(add_gap(out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
+            TB_TRY(add_gap(flow, out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
         if (!is_pull || !tb__flow_is_in_place(flow, it.chunk))
             TB_TRY(add_chunk_moves(flow, out, (uint32_t)index, &it, from, nfrom, to));
     }
@@ -262,21 +262,32 @@ static bool needs_copy(const tb__flow *flow, const lane *l, const bucket_path *p
     }
 }
 
-static tb_status add_coded_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
-    for (size_t i = 0; i < l->channel->nbuckets; i++) {
-        size_t index = l->channel->first_bucket + i, first = out->moves.count;
-        const tb_bucket *bucket = &flow->setup.ir->buckets[index];
-        const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
-        int64_t scratch = 0;
-        for (size_t j = 0; j < bucket->nentries; j++) {
-            if (kind == COPY_PACK && j + 1 < bucket->nentries)
-                TB_TRY(add_gap(out, (uint32_t)index, entries[j].offset + entries[j].nbytes, entries[j + 1].offset));
-            TB_TRY(tb__flow_list_coded(flow, kind, &entries[j], &scratch, out));
-        }
-        for (; first < out->moves.count; first++)
-            out->moves.item[first].part = (uint32_t)index;
+static tb_status add_coded_bucket(tb__flow *flow, tb__move_list *out, size_t index, copy_kind kind) {
+    const tb_bucket *bucket = &flow->setup.ir->buckets[index];
+    const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
+    size_t first = out->moves.count;
+    int64_t scratch = 0;
+    for (size_t j = 0; j < bucket->nentries; j++) {
+        if (kind == COPY_PACK && j + 1 < bucket->nentries)
+            TB_TRY(add_gap(flow, out, (uint32_t)index, entries[j].offset + entries[j].nbytes, entries[j + 1].offset));
+        TB_TRY(tb__flow_list_coded(flow, kind, &entries[j], &scratch, out));
     }
+    for (; first < out->moves.count; first++)
+        out->moves.item[first].part = (uint32_t)index;
     return TB_OK;
+}
+
+static tb_status add_coded_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
+    for (size_t i = 0; i < l->channel->nbuckets; i++)
+        TB_TRY(add_coded_bucket(flow, out, l->channel->first_bucket + i, kind));
+    return TB_OK;
+}
+
+tb_status tb__flow_list_bucket(tb__flow *flow, bool packs, size_t bucket, tb__move_list *out) {
+    move_end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, buffer = {.kind = END_BUCKET};
+    if (tb__flow_first_chunk(flow, bucket)->is_coded)
+        return add_coded_bucket(flow, out, bucket, packs ? COPY_PACK : COPY_UNPACK);
+    return add_bucket(flow, out, bucket, packs ? &tensor : &buffer, 1, packs ? &buffer : &tensor);
 }
 
 static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {

@@ -190,14 +190,17 @@ tb_status tb__flow_conclude(tb__flow *flow) {
     return TB_OK;
 }
 
+bool tb__member_is_exposed(const tb__flow *flow, const member *sender) {
+    return !sender->direct.peer_exposure ||
+           atomic_load(sender->direct.peer_exposure) == exposure_value(flow->recv.attempt, EXPOSURE_READY);
+}
+
 tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g) {
-    uint64_t ready = exposure_value(flow->recv.attempt, EXPOSURE_READY);
     for (size_t i = 0; i < g->nlanes; i++) {
         const lane *l = g->lanes[i];
         for (uint32_t j = 0; j < l->nsenders; j++) {
             const member *m = &flow->members[l->senders[j]];
-            if (!m->direct.is_concluded && m->direct.ready == flow->recv.attempt && m->direct.peer_exposure &&
-                atomic_load(m->direct.peer_exposure) != ready)
+            if (!m->direct.is_concluded && m->direct.ready == flow->recv.attempt && !tb__member_is_exposed(flow, m))
                 return fail_withdrawn(flow, m);
         }
     }

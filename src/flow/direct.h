@@ -68,6 +68,8 @@ void tb__flow_count_stashed(tb__flow *flow, const lane *l);
 /* Sends DONE to senders all of whose buckets have arrived. */
 tb_status tb__flow_conclude(tb__flow *flow);
 void tb__flow_conclude_gone(tb__flow *flow, member *sender); /* if all its buckets have arrived */
+/* Whether the sender has not revoked its exposure for the current receive, as far as that is known. */
+bool tb__member_is_exposed(const tb__flow *flow, const member *sender);
 /* Checks that no sender has revoked its exposure while the group was read. */
 tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g);
 

@@ -229,6 +229,8 @@ bool tb__flow_end_copies(tb__flow *flow);
 bool tb__copy_op_is_coded(const copy_op *c);
 /* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
 tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
+/* The same of a whole bucket, with codecs: of COPY_PACK or COPY_UNPACK. */
+tb_status tb__flow_list_bucket(tb__flow *flow, bool packs, size_t bucket, tb__move_list *out);
 int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
 int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
 /* Whether the chunk's source and target are the same elements of the same memory. */
@@ -249,6 +251,8 @@ bool tb__flow_awaits_stream(const tb__flow *flow, bool is_send);
 tb_status tb__flow_check_stream(const tb__flow *flow, bool is_send);
 
 /* coded.c */
+/* Whether a conversion of this chunk needs its wire form or its box in host memory. */
+bool tb__flow_needs_host(const tb__flow *flow, const tb_chunk *chunk, bool packs);
 /* Allocates scratch memory for a bucket whose chunks need it, and sets `running` to the first kind. */
 tb_status tb__flow_begin_coded(copy_op *c);
 /* Sets `running` to the next kind; COPY_KINDS: done. Calls the user's functions in between, without the lock. */

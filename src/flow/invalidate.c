@@ -64,6 +64,14 @@ tb_status tb__flow_fail_invalidated(const tb__flow *flow, const member *m, uint3
                     flow->tensors[tensor].spec.name, m->peer->label, flow->what);
 }
 
+/* Its staging memory is not the program's: it is revoked when the sender is gone. */
+static void release_stage(member *m) {
+    if (!m->setup.stage || !tb__peer_memory_is_revoked(m->setup.stage))
+        return;
+    tb__peer_memory_release(m->setup.stage);
+    m->setup.stage = NULL;
+}
+
 static const remote_tensor *find_revoked(const member *m) {
     for (size_t i = 0; i < m->setup.remote_tensors.count; i++) {
         const remote_tensor *p = &m->setup.remote_tensors.item[i];
@@ -94,8 +102,10 @@ void tb__flow_release_revoked(tb__flow *flow) {
 /* A receive that has all of the sender's data goes on; one that needs a sender which is gone fails for that reason. */
 static void on_revoked(tb__revocation_watch *watch) {
     tb__flow *flow = (tb__flow *)((char *)watch - offsetof(tb__flow, direct.watch));
+    tb__staged_drop_revoked(flow);
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
+        release_stage(m);
         const remote_tensor *p = m->setup.is_revoked ? NULL : find_revoked(m);
         if (!p)
             continue;

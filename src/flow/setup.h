@@ -25,11 +25,14 @@ typedef struct remote_tensor {
 
 /* How a bucket gets to its targets. */
 typedef struct bucket_path {
-    bool takes_staged;  /* as a target: it is sent to this rank, which otherwise reads it ... */
-    bool is_for_device; /* ... by another device than the host's */
-    uint32_t nstaged;   /* as a source: members that it must be sent to */
+    bool takes_staged;          /* as a target: it is sent to this rank, which otherwise reads it ... */
+    bool is_for_device;         /* ... by another device than the host's */
+    bool is_unpacked_on_device; /* if it is staged: it can be taken from the sender's device */
+    uint32_t nstaged;           /* as a source: members that it must be sent to */
     uint32_t *staged;
-    const char *why_staged; /* reason of the first of them; NULL: there are none */
+    uint32_t nstaged_on_device; /* of them, those that can take it from the device */
+    bool is_packed_on_device;   /* it can be staged there */
+    const char *why_staged;     /* reason of the first of them; NULL: there are none */
 } bucket_path;
 
 /* A channel of the IR, and this rank's roles in it. */
@@ -97,6 +100,7 @@ struct member_setup {
     bool is_bound;                        /* it has sent BIND */
     const char *why_staged;               /* why none of its tensors can be read; NULL: see remote_tensors */
     TB_VEC(remote_tensor) remote_tensors; /* by tensor */
+    tb__peer_memory *stage;               /* its staging memory on a device; NULL: none, or it can't be mapped */
     size_t nbuckets;                      /* that this rank gets from it */
     int64_t sends_nbytes;                 /* in them */
     size_t nstash;                        /* of them, those that are stashed first */
@@ -127,8 +131,10 @@ void tb__flow_unbind(tb__flow *flow);
 remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor);
 /* Packs a key by which the peer can access the region; an empty one if it can't. */
 void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer);
-/* Maps so many bytes of host memory that the member has exported; NULL: not possible. The caller releases *memory. */
-char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb__peer_memory **memory);
+/* Maps so many bytes of memory that the member has exported, in host memory or, if allowed, on a device; NULL: not
+ * possible. The caller releases *memory. */
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, bool on_device,
+                     tb__peer_memory **memory);
 
 /* group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);

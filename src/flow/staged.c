@@ -109,7 +109,7 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     p->pool = POOL_SEND;
     p->nbytes = nbytes;
     p->pieces = tb__flow_pieces(flow, l, index, false, &p->npieces);
-    p->buffer = p->pieces ? NULL : tb__flow_stage(flow, POOL_SEND, nbytes);
+    p->buffer = p->pieces ? NULL : tb__flow_stage_bucket(flow, index, nbytes);
     if (!p->pieces && !p->buffer) {
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;

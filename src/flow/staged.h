@@ -1,6 +1,7 @@
 /* Staged buckets: data that a reader does not read from the sender's tensors. Only these write struct flow_staged:
  * bucket.c (memory, one bucket and its messages), staged.c (packing, unpacking, the stash), reduce.c (combining
- * contributions), pieces.c (buckets that need no buffer) and sum.c (checksums). All of this needs the loop's lock. */
+ * contributions), pieces.c (buckets that need no buffer), device_stage.c (memory on a device) and sum.c (checksums).
+ * All of this needs the loop's lock. */
 #ifndef TB_FLOW_STAGED_H
 #define TB_FLOW_STAGED_H
 
@@ -86,6 +87,15 @@ typedef struct stashed {
     size_t nbytes;
 } stashed;
 
+/* Staging memory on one of a device's units: only device_stage.c writes it. */
+typedef struct device_stage {
+    tb__device *device;
+    int unit;
+    char *memory; /* NULL: there is none */
+    size_t nbytes;
+    tb__region *region;
+} device_stage;
+
 /* Progress of a lane in the current transfers. */
 struct staged_lane {
     size_t to_send, to_combine; /* index of the next bucket in the channel */
@@ -95,6 +105,7 @@ struct staged_lane {
 struct flow_staged {
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
     int64_t nbytes, nbytes_max;     /* of all pools, now and at most */
+    device_stage on_device;         /* beside host memory; buckets in it count as POOL_SEND, too */
     staged_bucket *buckets;         /* under way, a list */
     char gaps[2][TB__BUCKET_ALIGN]; /* bytes between chunks of buckets without a buffer: [0] zeros to send, [1] a sink
                                      */
@@ -135,6 +146,7 @@ tb_status tb__staged_stash(tb__flow *flow, lane *l, size_t bucket, char *buffer,
 tb_status tb__staged_write_stash(tb__flow *flow, bool *did);
 /* Forgets announcements of attempts `first` to `last`. */
 void tb__staged_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last);
+void tb__staged_drop_revoked(tb__flow *flow); /* announcements of buckets in memory that was revoked */
 void tb__staged_drop_sends(tb__flow *flow,
                            const member *to); /* announced buckets that a member, now gone, has not asked for */
 
@@ -147,7 +159,18 @@ lane *tb__flow_lane(tb__flow *flow, size_t bucket);
 const tb_chunk *tb__flow_first_chunk(const tb__flow *flow, size_t bucket);
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
+/* Of POOL_SEND, for this bucket: on a device if it is staged there. */
+void *tb__flow_stage_bucket(tb__flow *flow, size_t bucket, size_t nbytes);
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
+
+/* device_stage.c: makes it, if tensors on a device have to be staged. */
+void tb__staged_make_device_stage(tb__flow *flow);
+void tb__staged_free_device_stage(tb__flow *flow);
+bool tb__staged_is_on_device(const tb__flow *flow, const char *buffer);
+char *tb__staged_alloc_on_device(tb__flow *flow, size_t nbytes); /* NULL: no room; free when no bucket has it */
+/* Whether a bucket can be staged there, by this rank as its source; or taken from there, as its target. */
+bool tb__staged_packs_on_device(tb__flow *flow, size_t bucket);
+bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket);
 
 /* ---- Among the files of staged buckets ------------------------------------------------------------------------- */
 

@@ -20,7 +20,7 @@ static tb__device *find_source_device(tb__loop *loop, const tb__move *move, uint
 
 /* The destination's device does a move; if the destination is in host memory, the first device that owns an operand, or
  * has mapped it. */
-static tb__device *choose_device(tb__loop *loop, const tb__move *move) {
+tb__device *tb__jobs_choose_device(tb__loop *loop, const tb__move *move) {
     tb__device *host = tb__loop_find_device(loop, NULL, 0), *device = host;
     const tb__quantised *q = move->quantised;
     bool has_dst = move->kind == TB__MOVE_COPY || move->kind == TB__MOVE_DEQUANTISE;
@@ -62,7 +62,7 @@ tb_status tb__jobs_prepare(tb__loop *loop, const tb__move *moves, size_t nmoves,
     tb_status status = devices && some ? TB_OK : TB_NO_MEMORY;
     *out = (tb__jobs){0};
     for (size_t i = 0; i < nmoves && status == TB_OK; i++)
-        devices[i] = choose_device(loop, &moves[i]);
+        devices[i] = tb__jobs_choose_device(loop, &moves[i]);
     for (size_t i = 0; i < nmoves && status == TB_OK; i++) {
         if (i == 0 || devices[i] != devices[i - 1])
             status = prepare_device_job(devices[i], devices, moves, nmoves, some, out);

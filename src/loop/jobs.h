@@ -15,6 +15,9 @@ typedef struct tb__jobs {
     size_t count;
 } tb__jobs;
 
+/* The device that does the move. */
+tb__device *tb__jobs_choose_device(tb__loop *loop, const tb__move *move);
+
 /* `moves` may be freed after the call; the memory and mappings that they name must stay until the jobs are released. */
 tb_status tb__jobs_prepare(tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
 void tb__jobs_release(tb__jobs *jobs); /* no run may be in progress */

@@ -97,6 +97,10 @@ void *tb__peer_memory_address(const tb__peer_memory *memory) {
     return memory->map;
 }
 
+void *tb__peer_memory_buffer(const tb__peer_memory *memory) {
+    return memory->remote ? memory->map : memory->part.mapping->base + memory->part.offset;
+}
+
 tb__device *tb__peer_memory_device(const tb__peer_memory *memory) {
     return memory->remote ? tb__loop_find_device(memory->peer->loop, memory->map, 1) : memory->part.device;
 }

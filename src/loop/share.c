@@ -438,12 +438,9 @@ void tb__shares_free(tb__loop *loop, bool (*is_busy)(const tb__loop *loop, const
         loop->shares = share->next;
         free(share);
     }
-    while (loop->imports) {
-        tb__import *import = loop->imports;
-        if (!import->parts && !(import->device && is_busy(loop, import->device))) {
-            free_import(import);
-            continue;
-        }
-        loop->imports = import->next; /* a device that does not finish may still use it */
+    for (tb__import *import = loop->imports, *next; import; import = next) {
+        next = import->next;
+        if (!import->parts && !(import->mapping && is_busy(loop, import->device)))
+            free_import(import); /* else a device that does not finish may still use it */
     }
 }

@@ -245,6 +245,13 @@ void *slow_device_alloc(size_t nbytes) {
     return slow_device_alloc_on(0, true, nbytes);
 }
 
+size_t slow_device_count_buffer_runs(void) {
+    slow_lock();
+    size_t count = slow.nbuffer_runs;
+    slow_unlock();
+    return count;
+}
+
 size_t slow_device_count_allocations(int unit) {
     size_t count = 0;
     slow_lock();

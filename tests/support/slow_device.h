@@ -33,6 +33,8 @@ void slow_device_replace(void *address);
 
 /* Memory of other processes that the devices of this one have mapped. */
 size_t slow_device_count_mappings(void);
+/* Runs that wrote to a buffer in its memory. */
+size_t slow_device_count_buffer_runs(void);
 /* Memory that the library has allocated on this unit, of all devices that are open in this process. */
 size_t slow_device_count_allocations(int unit);
 /* Bytes of host memory that are pinned. */

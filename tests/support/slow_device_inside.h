@@ -100,6 +100,7 @@ typedef struct slow_state {
     char *seen, *alias; /* the two mappings of the pool; NULL: it is not there yet */
     size_t used;
     uint64_t nallocations;
+    size_t nbuffer_runs;
     LIST_HEAD(allocations, allocation) allocations;
     LIST_HEAD(pins, pinned) pins;
     LIST_HEAD(slow_mappings, slow_mapping) mappings;

@@ -35,7 +35,7 @@ struct slow_run {
     size_t nbytes;
     int64_t due_us;
     bool is_cancelled, ignores_cancel;
-    bool is_held, is_failing;
+    bool is_held, is_failing, is_to_own_buffer;
     uint64_t held_until; /* slow.times_let_go is this */
     size_t stop_at;      /* so many moves are done before it is held or fails */
     tb_status status;
@@ -294,6 +294,7 @@ static bool has_part(const tb__run *what, uint32_t part) {
 static tb_status fill_run(slow_run *run, const tb__run *what) {
     run->src_buffer = slow_translate(what->src_buffer);
     run->dst_buffer = slow_translate(what->dst_buffer);
+    run->is_to_own_buffer = run->dst_buffer != what->dst_buffer;
     run->order = tb__malloc(run->job->nmoves, sizeof *run->order);
     run->after = tb__malloc(what->nafter, sizeof(tb__fence *));
     if (!run->order || !run->after)
@@ -330,6 +331,7 @@ static void queue_run(slow_run *run) {
     }
     if (run->job)
         count_runs(run->job, 1);
+    slow.nbuffer_runs += run->is_to_own_buffer;
     slow_unlock();
     run->fence->state = run;
     TAILQ_INSERT_TAIL(&device->waiting, run, link);
