@@ -633,8 +633,8 @@ TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
  * machine, can have the seat, and move tensors for it. What follows is the host program's side. Names, layouts, tensors
  * and options are those of pairs and batches above. Tensors in memory of tb_alloc are used where they are, and so are
- * those on a device whose memory the agent can map. Other host memory is copied by the agent, which has to be allowed to
- * read and write this process's memory; other memory of devices is copied by the client, in this process: before a
+ * those on a device whose memory the agent can map. Other host memory is copied by the agent, which has to be allowed
+ * to read and write this process's memory; other memory of devices is copied by the client, in this process: before a
  * transfer is begun, and, of a receive, when tb_client_transfer or tb_client_wait returns.
  *
  * A client belongs to one thread at a time. When its agent is gone, every call returns TB_LOST at once. */
@@ -704,8 +704,9 @@ typedef struct tb_client_transfer_opts {
 /* Sends or receives the batch once; returns when the version is committed.
  *
  * Tensors that are copied are written when the transfer has ended, with what was received through a pair, if that
- * pair's part has succeeded, whatever becomes of other pairs: elements and padding, and no other byte. A pair that has failed leaves such tensors as they are, and not torn, unless it was this write that
- * failed. A batch with such tensors is not sent and received at the same time (TB_REFUSED). */
+ * pair's part has succeeded, whatever becomes of other pairs: elements and padding, and no other byte. A pair that has
+ * failed leaves such tensors as they are, and not torn, unless it was this write that failed. A batch with such tensors
+ * is not sent and received at the same time (TB_REFUSED). */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
 
 /* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are
