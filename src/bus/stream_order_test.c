@@ -271,6 +271,52 @@ static void test_streams_wait_for_release(void **state) {
     }
 }
 
+/* Besides a tensor on the device, the batch has one in host memory, which streams do not order: for that one the event
+ * has come about when tb_stream_wait returns. */
+static void wait_with_host_memory(rank *r) {
+    setup s;
+    part v;
+    tb_transfer *t = NULL;
+    slow_stream *stream = slow_stream_create();
+    part_init(&s.w, WHOLE, r->index, 16, 16);
+    part_init(&v, WHOLE, r->index, 16, 16);
+    tensor_free(v.data);
+    check_ok(tb_alloc(v.count * sizeof *v.data, (void **)&v.data));
+    tb_tensor tensors[] = {part_tensor(&s.w), part_tensor(&v)};
+    check_ok(tb_pair_create(r->world, "p", other_group(r), WHOLE, NULL, &s.pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &s.batch));
+    check_ok(tb_batch_add(s.batch, s.pair, "w", &tensors[0]));
+    check_ok(tb_batch_add(s.batch, s.pair, "v", &tensors[1]));
+    for (uint32_t version = 1; version <= 3; version++) {
+        deed at_start = {.version = version, .fills = true}, at_end = {.version = version};
+        tb_transfer_opts opts = with_stream(&stream);
+        part_poison(&s.w);
+        part_poison(&v);
+        if (is_a(r)) {
+            part_fill(&v, version);
+            add_deed(stream, &at_start, &s.w, false);
+        }
+        check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, &opts, &t));
+        check_ok(tb_stream_wait(t, is_a(r) ? TB_RELEASED : TB_ARRIVED, &stream));
+        check(part_holds(&v, version));
+        if (is_a(r))
+            check_ok(tb_wait(t, TB_RELEASED, 0));
+        slow_work *later = add_deed(stream, &at_end, &s.w, false);
+        check(slow_work_wait(later, PATIENCE_MS) && atomic_load(&at_end.is_right));
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        tb_transfer_destroy(t);
+        meet(r);
+    }
+    tear_down(&s);
+    part_fini(&v);
+    slow_stream_destroy(stream);
+}
+
+static void test_host_memory_besides(void **state) {
+    (void)state;
+    run_ranks(wait_with_host_memory, 1, 1, NULL);
+}
+
 /* A stream that waits goes on when the transfer has failed, is cancelled, or is late. */
 typedef enum end { CANCELLED, DESTROYED, LATE, LOST, INVALIDATED, NENDS } end;
 
@@ -541,6 +587,7 @@ int main(void) {
         cmocka_unit_test(test_other_writes),
         cmocka_unit_test(test_streams_wait_for_arrival),
         cmocka_unit_test(test_streams_wait_for_release),
+        cmocka_unit_test(test_host_memory_besides),
         cmocka_unit_test(test_streams_go_on),
         cmocka_unit_test(test_arrival_that_fails),
         cmocka_unit_test(test_work_that_never_ends),

@@ -24,7 +24,7 @@ static void move_units(rank *r) {
     uint32_t *data[NTENSORS];
     tb_pair *pair;
     tb_batch *batch;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", &opts, &batch));
     for (int i = 0; i < NTENSORS; i++) {

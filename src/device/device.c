@@ -30,26 +30,24 @@ static tb_status refuse_name(const char *name) {
     return tb__fail(TB_INVALID, "there is no device '%.40s'; this build has %s", name, known);
 }
 
-tb_status tb__device_parse(const char *name, const tb__device_ops **out, int *index) {
+/* The device of a name such as "cuda" or "cuda:1"; *index is -1 if no unit is named. NULL: there is none. */
+static const tb__device_ops *find_device(const char *name, int *index) {
     const char *colon = strchr(name, ':');
     size_t length = colon ? (size_t)(colon - name) : strlen(name), ndigits = colon ? strlen(colon + 1) : 0;
     if (colon && (ndigits == 0 || ndigits > 6 || strspn(colon + 1, "0123456789") != ndigits))
-        return refuse_name(name);
+        return NULL;
+    *index = colon ? (int)strtol(colon + 1, NULL, 10) : -1;
     for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops; ops++) {
-        if (strlen((*ops)->name) == length && memcmp((*ops)->name, name, length) == 0) {
-            *out = *ops;
-            *index = colon ? atoi(colon + 1) : -1;
-            return TB_OK;
-        }
+        if (strlen((*ops)->name) == length && memcmp((*ops)->name, name, length) == 0)
+            return *ops;
     }
-    return refuse_name(name);
+    return NULL;
 }
 
 tb_status tb__device_open(const char *name, tb__device **out) {
-    const tb__device_ops *ops;
     int index;
-    TB_TRY(tb__device_parse(name, &ops, &index));
-    return ops->open(out);
+    const tb__device_ops *ops = find_device(name, &index);
+    return ops ? ops->open(out) : refuse_name(name);
 }
 
 void tb__device_close(tb__device *device) {
@@ -93,13 +91,14 @@ static tb_status alloc_pinned(size_t nbytes, void **out) {
 }
 
 tb_status tb_alloc_on(const char *device, size_t nbytes, void **out) {
-    const tb__device_ops *ops;
-    int index;
+    int index = -1;
     if (!device)
         return tb__fail(TB_INVALID, "tb_alloc_on: no device is named");
     if (strcmp(device, "pinned") == 0)
         return alloc_pinned(nbytes, out);
-    TB_TRY(tb__device_parse(device, &ops, &index));
+    const tb__device_ops *ops = find_device(device, &index);
+    if (!ops)
+        return refuse_name(device);
     if (!ops->alloc_on)
         return tb__fail(TB_REFUSED, "device %s has no memory for programs", ops->name);
     return ops->alloc_on(index, nbytes, out);

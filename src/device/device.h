@@ -158,9 +158,6 @@ struct tb__device {
 extern const tb__device_ops *const *_Atomic tb__devices;
 
 tb_status tb__device_open(const char *name, tb__device **out);
-/* The device and the unit of a name such as "cuda" or "cuda:1"; index -1: none is named. TB_INVALID, with the devices
- * of this build, for any other. */
-tb_status tb__device_parse(const char *name, const tb__device_ops **ops, int *index);
 /* Frees memory of alloc_on. False: it is of no device. */
 bool tb__devices_free(void *address);
 void tb__device_close(tb__device *device); /* NULL is allowed */

@@ -19,6 +19,13 @@ struct slow_stream {
 static LIST_HEAD(streams, slow_stream) streams;
 static slow_stream default_stream;
 
+static void *allocate(size_t nbytes) {
+    void *p = malloc(nbytes);
+    if (p)
+        return p;
+    slow_die("no memory");
+}
+
 static void init_stream(slow_stream *s) {
     *s = (slow_stream){0};
     TAILQ_INIT(&s->queue);
@@ -70,9 +77,7 @@ static void advance(slow_stream *s) {
 }
 
 static slow_work *add(slow_stream *s, const slow_work *what) {
-    slow_work *w = malloc(sizeof *w);
-    if (!w)
-        slow_die("no memory");
+    slow_work *w = allocate(sizeof *w);
     *w = *what;
     w->stream = s;
     w->pending.is_mark = w->kind == SLOW_MARK;
@@ -84,9 +89,7 @@ static slow_work *add(slow_stream *s, const slow_work *what) {
 /* ---- Tests ------------------------------------------------------------------------------------------------------- */
 
 slow_stream *slow_stream_create(void) {
-    slow_stream *s = malloc(sizeof *s);
-    if (!s)
-        slow_die("no memory");
+    slow_stream *s = allocate(sizeof *s);
     slow_lock();
     init_stream(s);
     slow_unlock();

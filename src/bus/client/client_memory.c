@@ -111,8 +111,11 @@ static tb_status share_memory(const tb__client_memory *m, size_t nfds, tb__bytes
 
 tb_status tb__client_share_memories(const tb_client_batch *b, size_t nfds, tb__entries *out, tb__memory_key *fds) {
     tb__entry *entries = tb__calloc(b->memories.count, sizeof *entries);
-    tb_status status = entries ? TB_OK : TB_NO_MEMORY;
-    *out = (tb__entries){entries ? b->memories.count : 0, entries};
+    tb_status status = TB_OK;
+    *out = (tb__entries){0};
+    if (!entries)
+        return TB_NO_MEMORY;
+    *out = (tb__entries){b->memories.count, entries};
     for (size_t i = 0; i < out->count; i++) {
         tb__bytes payload = {0};
         entries[i].pair_name = b->memories.item[i].device->ops->name;
