@@ -217,10 +217,12 @@ static tb_status open_legacy(import *to, const parsed_key *key) {
 
 static CUresult import_handle(const parsed_key *key, const tb__memory_key *given, size_t i,
                               CUmemGenericAllocationHandle *out) {
-    if (key->id.kind == TB__SHARE_FD)
-        return tb__cuda.cuMemImportFromShareableHandle(out, (void *)(intptr_t)given->fds.item[i],
-                                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    return tb__cuda.cuMemImportFromShareableHandle(out, key->pieces[i].handle, CU_MEM_HANDLE_TYPE_FABRIC);
+    bool is_fd = key->id.kind == TB__SHARE_FD;
+    void *handle = is_fd ? (void *)(intptr_t)given->fds.item[i] : (void *)key->pieces[i].handle;
+    CUresult result = tb__cuda.cuMemImportFromShareableHandle(
+        out, handle, is_fd ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_FABRIC);
+    /* The driver calls a descriptor of anything else an unknown error, which means a broken GPU elsewhere. */
+    return result == CUDA_ERROR_UNKNOWN ? CUDA_ERROR_INVALID_HANDLE : result;
 }
 
 static tb_status map_piece(import *to, const parsed_key *key, const tb__memory_key *given, size_t i) {
