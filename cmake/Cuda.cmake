@@ -44,6 +44,7 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/share.c
             src/device/cuda/signal.c
             src/device/cuda/stream.c
+            src/device/cuda/wake.c
         )
         set(cuda_tools
             src/tools/bench_driver.c
@@ -124,6 +125,7 @@ endfunction()
 function(tb_fake_cuda)
     add_library(fake_cuda SHARED
         tests/support/fake_cuda/driver.c
+        tests/support/fake_cuda/host.c
         tests/support/fake_cuda/memory.c
         tests/support/fake_cuda/stream.c
         tests/support/fake_cuda_kernels.c

@@ -131,7 +131,7 @@ bool cuda_tensor_bytes(const void *p, void **bytes) {
 
 void cuda_tensors_flush(void) {
     tensor *t;
-    while ((t = LIST_FIRST(&open_tensors))) {
+    while ((t = LIST_FIRST(&open_tensors)) && t->copy && t->before) {
         size_t first = 0, last = t->nbytes;
         while (first < last && t->copy[first] == t->before[first])
             first++;

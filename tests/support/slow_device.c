@@ -220,8 +220,8 @@ void *slow_translate(const void *address) {
     slow_lock();
     if (slow.seen && p >= slow.seen && p < slow.seen + POOL_NBYTES)
         p = slow.alias + (p - slow.seen);
-    for (const slow_mapping *m = LIST_FIRST(&slow.mappings); m; m = LIST_NEXT(m, link)) {
-        if (m->seen && !m->is_unmapped && p >= m->seen && p < m->seen + m->npages_bytes) {
+    for (const slow_mapping *m = LIST_FIRST(&slow.writable); m; m = LIST_NEXT(m, writable_link)) {
+        if (p >= m->seen && p < m->seen + m->npages_bytes) {
             p = m->pages + (p - m->seen);
             break;
         }
@@ -443,6 +443,8 @@ static tb_status slow_map(tb__device *base, const tb__memory_key *given, bool is
     slow_lock();
     device->nmappings++;
     LIST_INSERT_HEAD(&slow.mappings, mapping, link);
+    if (is_writable)
+        LIST_INSERT_HEAD(&slow.writable, mapping, writable_link);
     slow_unlock();
     *out = &mapping->base;
     return TB_OK;
@@ -458,6 +460,8 @@ static void slow_unmap(tb__device *base, tb__mapping *given) {
     if (mapping->is_unmapped)
         slow_die("memory is unmapped twice");
     mapping->is_unmapped = true;
+    if (mapping->seen)
+        LIST_REMOVE(mapping, writable_link);
     ((slow_device *)base)->nmappings--;
     slow_unlock();
     munmap(mapping->pages, mapping->npages_bytes);

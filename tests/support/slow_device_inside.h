@@ -82,7 +82,7 @@ typedef struct slow_mapping {
     size_t npages_bytes;
     size_t nruns; /* under way, of jobs that use it */
     bool is_unmapped;
-    LIST_ENTRY(slow_mapping) link;
+    LIST_ENTRY(slow_mapping) link, writable_link;
 } slow_mapping;
 
 /* Counts down to a fault; negative: there is none. */
@@ -104,6 +104,7 @@ typedef struct slow_state {
     LIST_HEAD(allocations, allocation) allocations;
     LIST_HEAD(pins, pinned) pins;
     LIST_HEAD(slow_mappings, slow_mapping) mappings;
+    LIST_HEAD(slow_writable, slow_mapping) writable; /* those that can be written, and are mapped */
     rng random;
     int64_t most_us;
     fault calls[SLOW_DEVICE_NCALLS], run, hold;

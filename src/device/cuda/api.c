@@ -24,11 +24,11 @@ typedef struct function {
 } function;
 
 #define CHECK_TYPE(name, version)                                                                                      \
-    _Static_assert(__builtin_types_compatible_p(__typeof__(&name), PFN_##name##_v##version),                           \
+    _Static_assert(__builtin_types_compatible_p(__typeof__(&(name)), PFN_##name##_v##version),                         \
                    "the version of " #name " is that of its declaration");
 TB__CUDA_FUNCTIONS(CHECK_TYPE)
 
-#define FUNCTION(name, version) {#name, version, &tb__cuda.name},
+#define FUNCTION(name, version) {#name, version, &tb__cuda.name}, // NOLINT(bugprone-macro-parentheses)
 static const function functions[] = {TB__CUDA_FUNCTIONS(FUNCTION)};
 
 enum stage { UNTRIED, HAS_FUNCTIONS, READY, FAILED };

@@ -6,15 +6,13 @@
  * it puts a function behind the work that wakes the loop, and lets it sleep. */
 #include "device/cuda/cuda.h"
 
-#include "base/descriptors.h"
 #include "base/mem.h"
-#include "base/process.h"
 
-#include <errno.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/queue.h>
-#include <sys/timerfd.h>
+#include <time.h>
 
 enum {
     NLANES = 4,      /* streams for runs, of each GPU */
@@ -22,22 +20,6 @@ enum {
     QUERY_US = 1000, /* between questions to the driver */
     CHECK_MS = 100,  /* between questions while the loop sleeps: after an error nothing wakes it */
 };
-
-/* The loop's descriptor, a timer, which functions on streams make readable at once. They may be called when the device
- * is closed, or never, so they know the waker by a number. */
-typedef struct waker {
-    uint64_t id;
-    int fd;
-    _Atomic int npending; /* functions that have not been called */
-    _Atomic bool was_woken;
-    LIST_ENTRY(waker) link;
-} waker;
-
-static struct {
-    pthread_mutex_t lock; /* never held during a call of the driver */
-    uint64_t last_id;
-    LIST_HEAD(waker_list, waker) open;
-} wakers = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 typedef struct lane {
     CUstream stream;
@@ -92,7 +74,7 @@ struct cuda_run {
 typedef struct cuda_device {
     tb__device base;
     pthread_mutex_t lock; /* runs, and their fences: streams are recorded and wait in any thread */
-    waker waker;
+    tb__waker waker;
     _Atomic bool is_timer_set;
     _Atomic size_t nruns;
     TAILQ_HEAD(run_list, cuda_run) runs; /* as they came */
@@ -103,49 +85,6 @@ static int64_t now_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
-}
-
-/* ---- Waking the loop --------------------------------------------------------------------------------------------- */
-
-static tb_status open_waker(waker *w) {
-    w->fd = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    if (w->fd < 0)
-        return tb__fail(TB_IO, "a timer for a device: %s", tb__errno_text(errno));
-    pthread_mutex_lock(&wakers.lock);
-    w->id = ++wakers.last_id;
-    LIST_INSERT_HEAD(&wakers.open, w, link);
-    pthread_mutex_unlock(&wakers.lock);
-    return TB_OK;
-}
-
-static void close_waker(waker *w) {
-    pthread_mutex_lock(&wakers.lock);
-    LIST_REMOVE(w, link);
-    pthread_mutex_unlock(&wakers.lock);
-    tb__fd_close(w->fd);
-}
-
-/* 0: never. Forgets what has come so far. */
-static void set_timer(const waker *w, int64_t ns) {
-    struct itimerspec when = {.it_value = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000}};
-    timerfd_settime(w->fd, 0, &when, NULL);
-}
-
-static void wake(waker *w) {
-    atomic_store(&w->was_woken, true);
-    set_timer(w, 1);
-}
-
-/* On a thread of the driver, which allows no call of its own. */
-static void CUDA_CB wake_loop(void *id) {
-    pthread_mutex_lock(&wakers.lock);
-    for (waker *w = LIST_FIRST(&wakers.open); w; w = LIST_NEXT(w, link)) {
-        if (w->id == (uintptr_t)id) {
-            wake(w);
-            atomic_fetch_sub(&w->npending, 1);
-        }
-    }
-    pthread_mutex_unlock(&wakers.lock);
 }
 
 /* ---- Streams ----------------------------------------------------------------------------------------------------- */
@@ -202,14 +141,12 @@ static void wake_after(cuda_device *device, gpu_part *part) {
     if (get_waiter(device, part->gpu, &i) == TB_OK) {
         waiter *w = &device->streams[part->gpu->ordinal]->waiters.item[i];
         CUresult result = tb__cuda.cuStreamWaitEvent(w->stream, part->signal->event, 0);
-        atomic_fetch_add(&device->waker.npending, 1);
         if (result == CUDA_SUCCESS)
-            result = tb__cuda.cuLaunchHostFunc(w->stream, wake_loop, (void *)device->waker.id);
+            result = tb__waker_call(&device->waker, w->stream);
         if (result == CUDA_SUCCESS) {
             w->is_busy = part->wakes = true;
             part->waiter = i;
         } else {
-            atomic_fetch_sub(&device->waker.npending, 1);
             (void)tb__cuda_fail(result, "waiting for %s", part->gpu->unit);
         }
     }
@@ -429,7 +366,7 @@ static bool polls_on(cuda_device *device, int64_t now) {
         for (size_t i = 0; i < run->non; i++)
             wake_after(device, &run->on[i]);
     }
-    set_timer(&device->waker, (int64_t)CHECK_MS * 1000000);
+    tb__waker_set_timer(&device->waker, (int64_t)CHECK_MS * 1000000);
     device->is_timer_set = true;
     return atomic_load(&device->waker.was_woken); /* before the timer was set, which has undone it */
 }
@@ -445,7 +382,7 @@ static bool cuda_progress(tb__device *base) {
     if (device->is_timer_set) {
         /* Functions that have not been called yet may still make the descriptor readable. */
         device->is_timer_set = atomic_load(&device->waker.npending) > 0;
-        set_timer(&device->waker, 0);
+        tb__waker_set_timer(&device->waker, 0);
     }
     for (cuda_run *run = TAILQ_FIRST(&device->runs), *next; run; run = next) {
         next = TAILQ_NEXT(run, link);
@@ -492,7 +429,7 @@ static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
     pthread_mutex_lock(&device->lock);
     if (wakes) {
         device->is_timer_set = true;
-        wake(&device->waker);
+        tb__waker_wake(&device->waker);
     }
     TAILQ_INSERT_TAIL(&device->runs, run, link);
     atomic_fetch_add(&device->nruns, 1);
@@ -615,7 +552,7 @@ static tb_status cuda_open(tb__device **out) {
         return TB_NO_MEMORY;
     device->base.ops = &tb__cuda_device_ops;
     TAILQ_INIT(&device->runs);
-    tb_status status = open_waker(&device->waker);
+    tb_status status = tb__waker_open(&device->waker);
     if (status != TB_OK) {
         free(device);
         return status;
@@ -647,7 +584,7 @@ static void cuda_close(tb__device *base) {
         free(streams->waiters.item);
         free(streams);
     }
-    close_waker(&device->waker);
+    tb__waker_close(&device->waker);
     pthread_mutex_destroy(&device->lock);
     free(device);
 }

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 #include <stdatomic.h>
+#include <sys/queue.h>
 
 /* ---- The driver (api.c) ------------------------------------------------------------------------------------------ */
 
@@ -71,7 +72,7 @@
     X(cuEventRecord, 2000)                                                                                             \
     X(cuEventQuery, 2000)
 
-#define TB__CUDA_FIELD(name, version) __typeof__(&name) name;
+#define TB__CUDA_FIELD(name, version) __typeof__(&(name)) name; // NOLINT(bugprone-macro-parentheses)
 typedef struct tb__cuda_api {
     TB__CUDA_FUNCTIONS(TB__CUDA_FIELD)
 } tb__cuda_api;
@@ -163,6 +164,25 @@ void tb__signal_put(tb__signal *signal); /* NULL is allowed. It may still be on 
 static inline bool tb__signal_has_come(const tb__signal *signal) {
     return atomic_load_explicit(signal->word, memory_order_acquire) == signal->value;
 }
+
+/* ---- Waking a loop (wake.c) -------------------------------------------------------------------------------------- */
+
+/* A loop's descriptor: a timer, which functions on streams make readable at once. */
+typedef struct tb__waker {
+    uint64_t id;
+    int fd;
+    _Atomic int npending; /* functions that have not been called */
+    _Atomic bool was_woken;
+    LIST_ENTRY(tb__waker) link;
+} tb__waker;
+
+tb_status tb__waker_open(tb__waker *waker);
+void tb__waker_close(tb__waker *waker);
+/* Forgets what has come so far. 0: never. */
+void tb__waker_set_timer(const tb__waker *waker, int64_t ns);
+void tb__waker_wake(tb__waker *waker);
+/* Puts a function on the stream that wakes the loop. The stream's context is current. */
+CUresult tb__waker_call(tb__waker *waker, CUstream stream);
 
 /* ---- Streams of the program (stream.c) --------------------------------------------------------------------------- */
 

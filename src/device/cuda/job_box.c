@@ -9,7 +9,7 @@
 
 enum {
     SLOT = 16,                /* bytes */
-    PIECES_BELOW = 256 << 10, /* bytes of a contiguous copy that is cut into pieces */
+    PIECES_BELOW = 32 << 10, /* bytes of a contiguous copy that is cut into pieces */
     LONG_TILES = 256,         /* tiles of a box from which on it has fewer items */
     ENGINE_NBYTES = 1 << 20,  /* of a contiguous copy from or to host memory that the copy engine does */
     ENGINE_COPIES = 64,       /* of a job, at most */

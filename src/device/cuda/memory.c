@@ -43,6 +43,16 @@ static tb__share_kind share_kind(const attributes *a) {
                                                                       : TB__SHARE_NONE;
 }
 
+/* The driver tells the extent of memory only to a thread with a context, which the memory's GPU has already. */
+static bool find_range(int ordinal, CUdeviceptr address, tb__memory_piece *out) {
+    tb__gpu *gpu;
+    if (tb__gpu_get(ordinal, &gpu) != TB_OK || tb__gpu_push(gpu) != TB_OK)
+        return false;
+    CUresult result = tb__cuda.cuMemGetAddressRange(&out->base, &out->nbytes, address);
+    tb__gpu_pop();
+    return result == CUDA_SUCCESS && out->nbytes > 0 && address - out->base < out->nbytes;
+}
+
 bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
     attributes a;
     if (ask(address, &a) != CUDA_SUCCESS || a.memory_type != CU_MEMORYTYPE_DEVICE || a.ordinal >= TB__MAX_GPUS)
@@ -51,8 +61,7 @@ bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
                               .is_vmm = !a.is_legacy && !a.mempool && !a.is_managed,
                               .id = a.id,
                               .kind = share_kind(&a)};
-    return tb__cuda.cuMemGetAddressRange(&out->base, &out->nbytes, address) == CUDA_SUCCESS && out->nbytes > 0 &&
-           address - out->base < out->nbytes;
+    return find_range(out->ordinal, address, out);
 }
 
 /* Mixes the ids of pieces: a tensor's memory is other memory when any piece of it is. */
@@ -160,8 +169,8 @@ tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUm
     size_t n = 0;
     for (int i = 0; i < TB__MAX_GPUS; i++) {
         const tb__gpu *other = tb__gpu_if_used(i);
-        int is_possible = other == gpu;
-        if (other && other != gpu)
+        int is_possible = i == gpu->ordinal;
+        if (other && !is_possible)
             (void)tb__cuda.cuDeviceCanAccessPeer(&is_possible, other->device, gpu->device);
         if (is_possible)
             access[n++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, i}, .flags = flags};

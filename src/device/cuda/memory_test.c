@@ -180,7 +180,7 @@ static void test_without_vmm(void **state) {
         size_t nbytes = (size_t)(i ? 300 : 50) << 20;
         void *p = alloc(nbytes);
         tb__memory memory = must_find((CUdeviceptr)p, nbytes);
-        tb__memory_piece piece;
+        tb__memory_piece piece = {0};
         assert_true(memory.is_shareable && tb__memory_find_piece((CUdeviceptr)p, &piece));
         assert_int_equal(piece.kind, TB__SHARE_LEGACY);
         device->ops->free(device, p);

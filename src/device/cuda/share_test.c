@@ -62,9 +62,9 @@ static CUdeviceptr allocate(const request *r) {
 
 static tb_status answer_request(const request *r, allocation *out, tb__memory_key *key) {
     size_t nbytes = r->npieces * PIECE;
-    uint32_t *numbers = malloc(nbytes);
     tb__memory memory;
     TB_TRY(tb__cuda_load());
+    uint32_t *numbers = malloc(nbytes);
     *out = (allocation){r->kind, allocate(r), r->npieces};
     fill_numbers(numbers, nbytes / 4, r->seed);
     write_gpu(0, out->base, numbers, nbytes);
@@ -102,7 +102,7 @@ static void send_answer(int socket, const answer *a, const int *fds) {
 }
 
 static _Noreturn void be_peer(int socket) {
-    allocation all[100];
+    static allocation all[100];
     size_t n = 0;
     request r;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -116,7 +116,8 @@ static _Noreturn void be_peer(int socket) {
             snprintf(a.why, sizeof a.why, "%s", tb_error_detail());
             a.nbytes = key.bytes.count;
             a.nfds = key.fds.count;
-            memcpy(a.key, key.bytes.data, key.bytes.count < MOST_KEY ? key.bytes.count : MOST_KEY);
+            for (size_t i = 0; i < key.bytes.count && i < MOST_KEY; i++)
+                a.key[i] = key.bytes.data[i];
         }
         while (r.kind == FREE_ALL && n > 0)
             free_allocation(&all[--n]);
@@ -170,8 +171,10 @@ static tb__memory_key ask(int who, request r) {
         fail_msg("a peer: %s", a.why);
     tb__pack_raw(&key.bytes, a.key, a.nbytes);
     for (size_t i = 0; i < a.nfds; i++) {
-        int fd;
-        memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&message)) + i * sizeof fd, sizeof fd);
+        int fd = -1;
+        const struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        if (header)
+            memcpy(&fd, CMSG_DATA(header) + i * sizeof fd, sizeof fd);
         assert_true(tb__vec_push(&key.fds, fd));
     }
     return key;

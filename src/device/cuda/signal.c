@@ -23,32 +23,6 @@ tb_status tb__signals_create(struct tb__signal_pool **out) {
     return TB_OK;
 }
 
-/* Signals without events. */
-static tb_status create_signals(tb__gpu *gpu, tb__signal **out) {
-    void *words;
-    CUdeviceptr address;
-    tb__signal *signals = tb__calloc(NWORDS, sizeof *signals);
-    if (!signals)
-        return TB_NO_MEMORY;
-    CUresult result =
-        tb__cuda.cuMemHostAlloc(&words, (size_t)NWORDS * LINE, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
-    if (result == CUDA_SUCCESS)
-        result = tb__cuda.cuMemHostGetDevicePointer(&address, words, 0);
-    if (result != CUDA_SUCCESS) {
-        free(signals);
-        return tb__cuda_fail(result, "pinned memory for signals of %s", gpu->unit);
-    }
-    for (size_t i = 0; i < NWORDS; i++) {
-        tb__signal *signal = &signals[i];
-        *signal = (tb__signal){.gpu = gpu, .address = address + i * LINE, .next = signal + 1};
-        signal->word = (_Atomic uint32_t *)((char *)words + i * LINE);
-        atomic_init(signal->word, 0);
-    }
-    signals[NWORDS - 1].next = NULL;
-    *out = signals;
-    return TB_OK;
-}
-
 /* With the lock held. Those that have come meanwhile. */
 static void collect_late(struct tb__signal_pool *pool) {
     for (tb__signal **at = &pool->late, *signal; (signal = *at);) {
@@ -73,17 +47,32 @@ static tb__signal *take_free(struct tb__signal_pool *pool) {
     return signal;
 }
 
-/* Without the lock: the driver may wait for a stream that only goes on when somebody gives a signal back. */
+/* Adds signals without events, and takes one. Calls of the driver are made without the lock: they may wait for a stream
+ * that only goes on when somebody gives a signal back. */
 static tb_status add_signals(tb__gpu *gpu, tb__signal **out) {
-    tb__signal *first = NULL, *last;
-    TB_TRY(create_signals(gpu, &first));
-    for (last = first; last->next;)
-        last = last->next;
+    void *words;
+    CUdeviceptr address;
+    tb__signal *signals = tb__calloc(NWORDS, sizeof *signals);
+    if (!signals)
+        return TB_NO_MEMORY;
+    CUresult result =
+        tb__cuda.cuMemHostAlloc(&words, (size_t)NWORDS * LINE, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
+    if (result == CUDA_SUCCESS)
+        result = tb__cuda.cuMemHostGetDevicePointer(&address, words, 0);
+    if (result != CUDA_SUCCESS) {
+        free(signals);
+        return tb__cuda_fail(result, "pinned memory for signals of %s", gpu->unit);
+    }
+    for (size_t i = 0; i < NWORDS; i++) {
+        signals[i] = (tb__signal){.gpu = gpu, .address = address + i * LINE, .next = &signals[i + 1]};
+        signals[i].word = (_Atomic uint32_t *)((char *)words + i * LINE);
+        atomic_init(signals[i].word, 0);
+    }
     pthread_mutex_lock(&gpu->signals->lock);
-    last->next = gpu->signals->free;
-    gpu->signals->free = first->next;
+    signals[NWORDS - 1].next = gpu->signals->free;
+    gpu->signals->free = &signals[1];
     pthread_mutex_unlock(&gpu->signals->lock);
-    *out = first;
+    *out = &signals[0];
     return TB_OK;
 }
 

@@ -64,7 +64,7 @@ static tb_status check_capture(CUstream stream, const tb__gpu *gpu) {
 }
 
 tb_status tb__stream_push(const void *stream, CUstream *handle, tb__gpu **gpu) {
-    CUcontext context;
+    CUcontext context = NULL;
     *handle = *(const CUstream *)stream;
     TB_TRY(tb__cuda_load());
     CUresult result = get_context(*handle, &context);
@@ -165,8 +165,8 @@ static tb_status close_stream(tb__gate *gate, CUstream stream, tb__gpu *gpu) {
 }
 
 tb_status tb__cuda_gate_create(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out) {
-    CUstream handle;
-    tb__gpu *gpu;
+    CUstream handle = NULL;
+    tb__gpu *gpu = NULL;
     (void)device;
     tb__gate *gate = tb__calloc(1, sizeof *gate);
     if (!gate)

@@ -29,6 +29,13 @@ void die(const char *format, ...) {
     abort();
 }
 
+void *get(size_t nbytes) {
+    void *p = calloc(1, nbytes);
+    if (!p)
+        die("no memory");
+    return p;
+}
+
 /* Objects that handles point to: they stay, so that the use of one that was destroyed is seen. */
 typedef struct kept {
     struct kept *next;
@@ -38,9 +45,7 @@ typedef struct kept {
 static _Atomic(kept *) all_kept;
 
 void *make_object(size_t nbytes) {
-    kept *k = calloc(1, sizeof *k + nbytes);
-    if (!k)
-        die("no memory");
+    kept *k = get(sizeof *k + nbytes);
     k->next = atomic_load(&all_kept);
     while (!atomic_compare_exchange_weak(&all_kept, &k->next, k))
         ;
@@ -212,7 +217,7 @@ typedef struct named_function {
     int version;
 } named_function;
 
-#define NAMED(name, version) {#name, (void *)(uintptr_t)name, version},
+#define NAMED(name, version) {#name, (void *)(uintptr_t)(name), version},
 static const named_function named[] = {TB__CUDA_FUNCTIONS(NAMED)};
 
 CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuint64_t flags,

@@ -1,4 +1,4 @@
-/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c and stream.c. */
+/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c, host.c and stream.c. */
 #ifndef TB_TESTS_FAKE_CUDA_INSIDE_H
 #define TB_TESTS_FAKE_CUDA_INSIDE_H
 
@@ -57,6 +57,7 @@ _Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2))
 void lock(void);
 void unlock(void);
 uint64_t random_below(uint64_t n); /* with the lock held */
+void *get(size_t nbytes);          /* zeros; dies if there is no memory */
 void *make_object(size_t nbytes);  /* zeros */
 
 /* What a call needs. */
@@ -90,6 +91,20 @@ bool strikes(countdown *c);
 /* The address by which the fake reaches what is at an address of the GPU's. Dies if it can't reach it. With the lock
  * held. */
 void *reach(uint64_t address, int gpu);
+uint64_t next_memory_id(void); /* with the lock held */
+
+/* ---- host.c ---- */
+
+/* Host memory. */
+typedef struct pinned_range {
+    uintptr_t base;
+    size_t nbytes;
+    uint64_t id;
+    bool is_registered;
+    LIST_ENTRY(pinned_range) link;
+} pinned_range;
+
+pinned_range *find_pinned(uintptr_t address); /* with the lock held, here and below; NULL: it is not pinned */
 bool is_pinned(const void *address);
 
 /* ---- stream.c ---- */

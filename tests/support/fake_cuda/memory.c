@@ -1,4 +1,4 @@
-/* Memory of the fake driver's GPUs, and pinned host memory.
+/* Memory of the fake driver's GPUs.
  *
  * A storage is a memfd. Addresses are reserved without access rights, twice: where programs see them, and as an alias,
  * into which storages are mapped, with the access that the GPUs have. Addresses are never used again. */
@@ -45,25 +45,12 @@ typedef struct piece {
     LIST_ENTRY(piece) link;
 } piece;
 
-/* Host memory. */
-typedef struct pinned_range {
-    uintptr_t base;
-    size_t nbytes;
-    uint64_t id;
-    bool is_registered;
-    LIST_ENTRY(pinned_range) link;
-} pinned_range;
-
 static LIST_HEAD(space_list, space) spaces;
 static LIST_HEAD(piece_list, piece) pieces;
-static LIST_HEAD(pinned_list, pinned_range) pinned;
-static uint64_t last_id;
 
-static void *get(size_t nbytes) {
-    void *p = calloc(1, nbytes);
-    if (!p)
-        die("no memory");
-    return p;
+uint64_t next_memory_id(void) {
+    static uint64_t last_id;
+    return ++last_id;
 }
 
 /* ---- Storages ---------------------------------------------------------------------------------------------------- */
@@ -192,7 +179,7 @@ static piece *map_storage(uint64_t base, size_t nbytes, storage *s, bool is_vmm)
         die("mmap: %s", strerror(errno));
     madvise(alias_of(base), nbytes, MADV_DONTFORK);
     piece *p = get(sizeof *p);
-    *p = (piece){.base = base, .nbytes = nbytes, .storage = s, .is_vmm = is_vmm, .id = ++last_id};
+    *p = (piece){.base = base, .nbytes = nbytes, .storage = s, .is_vmm = is_vmm, .id = next_memory_id()};
     LIST_INSERT_HEAD(&pieces, p, link);
     s->nusers++;
     return p;
@@ -499,111 +486,6 @@ CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location
     return p ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* ---- Host memory ------------------------------------------------------------------------------------------------- */
-
-static pinned_range *find_pinned(uintptr_t address) {
-    pinned_range *r = LIST_FIRST(&pinned);
-    while (r && address - r->base >= r->nbytes)
-        r = LIST_NEXT(r, link);
-    return r;
-}
-
-bool is_pinned(const void *address) {
-    return find_pinned((uintptr_t)address);
-}
-
-static void add_pinned(void *base, size_t nbytes, bool is_registered) {
-    pinned_range *r = get(sizeof *r);
-    *r = (pinned_range){(uintptr_t)base, nbytes, ++last_id, is_registered, {0}};
-    LIST_INSERT_HEAD(&pinned, r, link);
-}
-
-CUresult cuMemHostAlloc(void **out, size_t nbytes, unsigned flags) {
-    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
-    (void)flags;
-    *out = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (*out == MAP_FAILED)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    lock();
-    add_pinned(*out, nbytes, false);
-    unlock();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemFreeHost(void *base) {
-    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
-    lock();
-    pinned_range *r = find_pinned((uintptr_t)base);
-    if (!r || r->base != (uintptr_t)base || r->is_registered)
-        die("cuMemFreeHost of what cuMemHostAlloc did not allocate");
-    munmap(base, r->nbytes);
-    LIST_REMOVE(r, link);
-    free(r);
-    unlock();
-    return CUDA_SUCCESS;
-}
-
-/* Whether all of it is mapped, and can be written to if that is wanted. */
-static bool has_rights(uintptr_t at, size_t nbytes, bool is_written) {
-    FILE *maps = fopen("/proc/self/maps", "re");
-    char line[512], rights[5];
-    unsigned long first, last;
-    if (!maps)
-        die("no /proc");
-    for (uintptr_t end = at + nbytes; at < end && fgets(line, sizeof line, maps);) {
-        if (sscanf(line, "%lx-%lx %4s", &first, &last, rights) != 3 || at < first || at >= last)
-            continue;
-        if (rights[0] != 'r' || (is_written && rights[1] != 'w'))
-            break;
-        at = last;
-        nbytes = at < end ? end - at : 0;
-    }
-    fclose(maps);
-    return nbytes == 0;
-}
-
-CUresult cuMemHostRegister(void *base, size_t nbytes, unsigned flags) {
-    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
-    uintptr_t first = (uintptr_t)base;
-    CUresult result = CUDA_SUCCESS;
-    if (nbytes == 0 || !has_rights(first, nbytes, !(flags & CU_MEMHOSTREGISTER_READ_ONLY)))
-        return CUDA_ERROR_INVALID_VALUE;
-    lock();
-    for (const pinned_range *r = LIST_FIRST(&pinned); r; r = LIST_NEXT(r, link)) {
-        if (first < r->base + r->nbytes && r->base < first + nbytes)
-            result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
-    }
-    if (result == CUDA_SUCCESS)
-        add_pinned(base, nbytes, true);
-    unlock();
-    return result;
-}
-
-CUresult cuMemHostUnregister(void *base) {
-    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
-    lock();
-    wait_for_parked_streams();
-    pinned_range *r = find_pinned((uintptr_t)base);
-    if (!r || r->base != (uintptr_t)base || !r->is_registered)
-        die("host memory is unregistered that is not registered");
-    if (is_in_use_by_kernel(r->base, r->base + r->nbytes))
-        die("host memory at %p is unregistered while a kernel uses it", base);
-    LIST_REMOVE(r, link);
-    free(r);
-    unlock();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemHostGetDevicePointer(CUdeviceptr *out, void *base, unsigned flags) {
-    ENTER(NEEDS_CONTEXT);
-    (void)flags;
-    lock();
-    bool is_good = is_pinned(base);
-    unlock();
-    *out = (CUdeviceptr)base;
-    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
 /* ---- What is known of addresses ---------------------------------------------------------------------------------- */
 
 static void put_attribute(CUpointer_attribute what, void *out, const piece *p, const pinned_range *r) {
@@ -657,7 +539,7 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *what, void 
 }
 
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address) {
-    ENTER(NEEDS_INIT);
+    ENTER(NEEDS_CONTEXT);
     lock();
     const piece *p = find_piece(address);
     if (p) {

@@ -59,13 +59,6 @@ static struct {
     uint64_t used[MOST_USED];
 } executing;
 
-static void *get(size_t nbytes) {
-    void *p = calloc(1, nbytes);
-    if (!p)
-        die("no memory");
-    return p;
-}
-
 static int64_t now_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -113,9 +106,12 @@ static void drop_work(CUstream stream, work *w) {
 
 void stream_fail(fake_gpu *gpu) {
     for (CUstream s = LIST_FIRST(&streams); s; s = LIST_NEXT(s, link)) {
-        work *w;
-        while (s->context->gpu == gpu && !s->is_busy && (w = TAILQ_FIRST(&s->queue)))
+        if (s->context->gpu != gpu || s->is_busy)
+            continue;
+        for (work *w = TAILQ_FIRST(&s->queue), *next; w; w = next) {
+            next = TAILQ_NEXT(w, link);
             drop_work(s, w);
+        }
     }
 }
 
@@ -194,7 +190,7 @@ static void *do_all_work(void *unused) {
             if (!w && s->kind == DEAD)
                 LIST_REMOVE(s, link);
             is_any |= w != NULL;
-            if (w && may_go_on(w, now) && random_below(++nready) == 0)
+            if (w && may_go_on(w, now) && random_below(++nready) == 0) // NOLINT: what is freed is in no queue
                 chosen = s;
         }
         if (chosen)

@@ -134,54 +134,41 @@ extern "C" __global__ void __launch_bounds__(128) tb__copy_shifted_pieces(const 
 
 /* Tiles have 256 slots, for 64 threads. */
 
-/* Of rows that are aligned in different ways. Each thread loads the aligned 16 bytes in which its slot begins, and gets
- * those after them from the next thread. */
+/* A slot at an end of a row. */
+static __device__ __noinline__ void copy_end_slot(places row, int64_t run, uint32_t j, bool is_zero) {
+    store_shifted(load_shifted(row, run, j, is_zero), row, run, j, is_zero);
+}
+
+/* Of rows that are aligned in different ways. Slots that are not near an end of their row need no checks: their 16
+ * bytes, and the aligned 32 bytes that they come from, are in the row. */
 INLINE void copy_shifted_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
     enum { STEP = 4 };
-    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x, lane = threadIdx.x % 32, j[STEP], row[STEP];
+    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x, j[STEP];
     const tb__cuda_divisor per_row = box->per_row;
-    bool is_zero = box->flags & TB__CUDA_ZERO, has[STEP];
-    int64_t run = box->run;
-    shifted_slot s[STEP];
+    bool is_zero = box->flags & TB__CUDA_ZERO, is_inner[STEP];
+    uint4 v[STEP], w[STEP];
     places at[STEP];
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 64 * i;
-        row[i] = divide(slot, per_row);
-        j[i] = slot - row[i] * per_row.by;
-        s[i].a = s[i].b = make_uint4(0, 0, 0, 0);
-        has[i] = s[i].is_whole = false;
-        if (slot >= nslots)
-            continue;
-        at[i] = find_row(a, box, row[i]);
-        if (is_zero)
-            at[i].src = at[i].dst;
-        const char *from = source_of_slot(at[i], j[i]), *begin = from - ((uint64_t)from & 15);
-        has[i] = begin + 16 > at[i].src && begin + 16 <= at[i].src + run;
-        s[i].is_whole = lane == 31 && begin + 32 <= at[i].src + run; /* there is no next thread */
-        if (has[i] && !is_zero)
-            s[i].a = *(const uint4 *)begin;
-        if (s[i].is_whole && !is_zero)
-            s[i].b = *(const uint4 *)(begin + 16);
+        uint32_t slot = first + 64 * i, row = divide(slot, per_row);
+        j[i] = slot - row * per_row.by;
+        is_inner[i] = slot < nslots && j[i] >= 1 && j[i] + 4 <= per_row.by;
+        v[i] = w[i] = make_uint4(0, 0, 0, 0);
+        at[i] = find_row(a, box, row);
+        const char *from = source_of_slot(at[i], j[i]);
+        const uint4 *begin = (const uint4 *)((uint64_t)from & ~(uint64_t)15);
+        if (is_inner[i] && !is_zero) {
+            v[i] = begin[0];
+            w[i] = begin[1];
+        }
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint4 next;
-        next.x = __shfl_down_sync(~0U, s[i].a.x, 1);
-        next.y = __shfl_down_sync(~0U, s[i].a.y, 1);
-        next.z = __shfl_down_sync(~0U, s[i].a.z, 1);
-        next.w = __shfl_down_sync(~0U, s[i].a.w, 1);
-        bool has_next = __shfl_down_sync(~0U, has[i] ? row[i] : ~0U, 1) == row[i];
-        if (first + 64 * i >= nslots)
-            continue;
-        if (lane < 31) {
-            s[i].b = next;
-            s[i].is_whole = has_next;
-        }
-        const char *to = aligned_slot(at[i], j[i]), *from = source_of_slot(at[i], j[i]);
-        bool is_inside = to >= at[i].dst && to + 16 <= at[i].dst + run;
-        s[i].is_whole = is_inside && has[i] && (s[i].is_whole || ((uint64_t)from & 15) == 0);
-        store_shifted(s[i], at[i], run, j[i], is_zero);
+        if (is_inner[i])
+            __stcs((uint4 *)aligned_slot(at[i], j[i]),
+                   join(v[i], w[i], (uint32_t)(uint64_t)source_of_slot(at[i], j[i]) & 15));
+        else if (first + 64 * i < nslots)
+            copy_end_slot(at[i], box->run, j[i], is_zero);
     }
 }
 

@@ -20,12 +20,13 @@ template <int SIZE, int N> INLINE uint32_t largest(uint32_t dtype, const uint32_
         for (int i = 0; i < N; i++)
             most = larger(most, w[i] & F32_ABS);
         return most;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < N / 2; i++)
-        most = __vmaxu2(most, w[i] & 0x7fff7fff);
-    most = larger(most & 0xffff, most >> 16);
-    return dtype == TB_BF16 ? most << 16 : widen_f16(most);
+        for (int i = 0; i < N / 2; i++)
+            most = __vmaxu2(most, w[i] & 0x7fff7fff);
+        most = larger(most & 0xffff, most >> 16);
+        return dtype == TB_BF16 ? most << 16 : widen_f16(most);
+    }
 }
 
 /* Notes the first element that is not finite, among N from a column on. */
