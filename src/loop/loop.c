@@ -496,5 +496,6 @@ void tb__loop_destroy(tb__loop *loop) {
     pthread_cond_destroy(&loop->changed);
     pthread_mutex_destroy(&loop->lock);
     pthread_mutex_destroy(&loop->adopted_lock);
+    free(loop->regions);
     free(loop);
 }

@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 4, TB__REGION_BUCKETS = 4096 };
+enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 4 };
 
 /* Tags: one for messages between loops, the rest for data. */
 enum { TB__TAG_MESSAGE = 0 };
@@ -39,7 +39,8 @@ struct tb__loop {
     size_t nunreported; /* lost peers whose loss the ports have not heard of */
     tb__port *ports;
     tb__task *tasks;
-    struct tb__region *regions[TB__REGION_BUCKETS];
+    struct tb__region **regions; /* by hash */
+    size_t nregion_buckets, nregions;
     pthread_mutex_t adopted_lock; /* guards the list, in which any thread looks */
     struct tb__adopted *adopted;
     struct tb__quarantine *quarantine;

@@ -1,4 +1,4 @@
-/* Regions: a list per loop, looked up by exact range. */
+/* Regions: a table per loop, looked up by exact range. */
 #include "loop/region.h"
 
 #include "base/mem.h"
@@ -35,11 +35,46 @@ static tb__device *find_memory(tb__loop *loop, void *base, size_t nbytes, tb__me
     return device;
 }
 
+static tb__region **find_bucket(tb__loop *loop, const void *base, size_t nbytes) {
+    return &loop->regions[tb__hash((uintptr_t)base, nbytes) % loop->nregion_buckets];
+}
+
+static void insert_region(tb__region *region) {
+    tb__region **bucket = find_bucket(region->loop, region->base, region->nbytes);
+    region->next = *bucket;
+    region->link = bucket;
+    if (*bucket)
+        (*bucket)->link = &region->next;
+    *bucket = region;
+}
+
+/* As many buckets as regions, and more: a model may have a million tensors. */
+static tb_status grow_buckets(tb__loop *loop) {
+    enum { FIRST = 256 };
+    tb__region **before = loop->regions;
+    size_t nbefore = loop->nregion_buckets, n = nbefore ? 2 * nbefore : FIRST;
+    if (loop->nregions < nbefore)
+        return TB_OK;
+    tb__region **buckets = tb__calloc(n, sizeof *buckets);
+    if (!buckets)
+        return TB_NO_MEMORY;
+    loop->regions = buckets;
+    loop->nregion_buckets = n;
+    for (size_t i = 0; i < nbefore; i++) {
+        for (tb__region *region = before[i], *next; region; region = next) {
+            next = region->next;
+            insert_region(region);
+        }
+    }
+    free(before);
+    return TB_OK;
+}
+
 tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region **out) {
     tb__memory memory;
     tb__device *device = find_memory(loop, base, nbytes, &memory);
-    tb__region **bucket = &loop->regions[tb__hash((uintptr_t)base, nbytes) % TB__REGION_BUCKETS];
-    for (tb__region *region = *bucket; region; region = region->next) {
+    TB_TRY(grow_buckets(loop));
+    for (tb__region *region = *find_bucket(loop, base, nbytes); region; region = region->next) {
         if (region->is_valid && region->base == base && region->nbytes == nbytes && region->device == device &&
             (is_on_host(device) || region->memory.epoch == memory.epoch)) {
             region->refs++;
@@ -50,18 +85,10 @@ tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region *
     tb__region *region = tb__calloc(1, sizeof *region);
     if (!region)
         return TB_NO_MEMORY;
-    *region = (tb__region){.loop = loop,
-                           .base = base,
-                           .nbytes = nbytes,
-                           .refs = 1,
-                           .is_valid = true,
-                           .device = device,
-                           .memory = memory,
-                           .next = *bucket,
-                           .link = bucket};
-    if (*bucket)
-        (*bucket)->link = &region->next;
-    *bucket = region;
+    *region = (tb__region){
+        .loop = loop, .base = base, .nbytes = nbytes, .refs = 1, .is_valid = true, .device = device, .memory = memory};
+    insert_region(region);
+    loop->nregions++;
     *out = region;
     return TB_OK;
 }
@@ -84,6 +111,7 @@ void tb__region_put(tb__region *region) {
     *region->link = region->next;
     if (region->next)
         region->next->link = region->link;
+    region->loop->nregions--;
     free(region);
 }
 
@@ -130,7 +158,7 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb__pack *key) {
 void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes) {
     const char *first = base, *last = first + nbytes;
     tb__shares_revoke(loop, (uintptr_t)first, (uintptr_t)last);
-    for (size_t i = 0; i < TB__REGION_BUCKETS; i++) {
+    for (size_t i = 0; i < loop->nregion_buckets; i++) {
         for (tb__region *region = loop->regions[i]; region; region = region->next) {
             if (region->is_valid && region->base < last && first < region->base + region->nbytes) {
                 region->is_valid = false;

@@ -6,6 +6,7 @@
 
 #include <cudaTypedefs.h>
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -36,17 +37,32 @@ static struct {
     pthread_mutex_t lock; /* while it is loaded */
     _Atomic enum stage stage;
     _Atomic bool is_in_use, is_shut_down;
-    char why[256];   /* of a failure */
-    tb__owner owner; /* the process that has initialised it */
+    _Atomic unsigned long long nloaded; /* libraries of the process when it was last looked for, and not found */
+    char why[256];                      /* of a failure */
+    tb__owner owner;                    /* the process that has initialised it */
     uint64_t process_id;
 } driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
+static int take_nloaded(struct dl_phdr_info *info, size_t size, void *nloaded) {
+    (void)size;
+    *(unsigned long long *)nloaded = info->dlpi_adds;
+    return 1; /* it is the same for all libraries */
+}
+
+/* Asked about every tensor, while looking for a library that is not loaded takes files of all folders: it is looked for
+ * when any has been loaded since the last time. */
 bool tb__cuda_is_in_use(void) {
+    unsigned long long nloaded = 0;
     if (atomic_load_explicit(&driver.is_in_use, memory_order_relaxed))
         return true;
+    dl_iterate_phdr(take_nloaded, &nloaded);
+    if (nloaded > 0 && nloaded == atomic_load(&driver.nloaded))
+        return false;
     void *library = dlopen(LIBRARY, RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL); /* and stays */
     if (library)
         atomic_store(&driver.is_in_use, true);
+    else
+        atomic_store(&driver.nloaded, nloaded);
     return library;
 }
 

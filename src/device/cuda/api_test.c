@@ -4,6 +4,7 @@
 #include "device/cuda/report.h"
 
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 /* In the process of a case; unlike assert_true, which needs a test around it. */
@@ -44,6 +45,22 @@ static void case_unused(void) {
     check(!device->ops->progress(device));
     tb__device_close(device);
     check(!is_loaded() && !tb__cuda_is_in_use());
+}
+
+/* Every tensor in host memory is asked about: that takes no system calls. What is loaded later is noticed. */
+static void case_host_tensors(void) {
+    enum { MANY = 100000 };
+    tb__memory memory = {0};
+    tb__device *device = open_cuda();
+    struct timespec began, ended;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &began);
+    for (int i = 0; i < MANY; i++)
+        check(!device->ops->find(device, &memory, sizeof memory, &memory));
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &ended);
+    check(ended.tv_sec - began.tv_sec < 2); /* 0.01 s; by looking for the library 5 s and more */
+    check(dlopen("libcuda.so.1", RTLD_NOW) != NULL);
+    check(tb__cuda_is_in_use());
+    tb__device_close(device);
 }
 
 /* The driver is there, but nobody has initialised it: asking about addresses does not. */
@@ -225,6 +242,7 @@ static const struct {
     bool needs_fake;
 } cases[] = {
     {"unused", case_unused, NULL, false},
+    {"host_tensors", case_host_tensors, NULL, false},
     {"uninitialised", case_uninitialised, NULL, false},
     {"no_driver", case_no_driver, "LD_LIBRARY_PATH=", true},
     {"no_gpu", case_no_gpu, "FAKE_CUDA_GPUS=0", true},
