@@ -8,18 +8,14 @@
 #include <poll.h>
 #include <string.h>
 
-/* Sets `host`, and opens the device that it is copied by. */
+/* Sets `host`, and opens the device that it is copied by, unless that is the host. */
 static tb_status open_device(tool_mirror *mirror, const char *device) {
-    const tb__device_ops *ops = &tb__host_device_ops;
-    int unused;
-    if (device && strcmp(device, "pinned") != 0)
-        TB_TRY(tb__device_parse(device, &ops, &unused));
-    if (ops == &tb__host_device_ops) {
-        mirror->host = mirror->memory;
-        return TB_OK;
+    if (device && strcmp(device, "pinned") != 0 && strcmp(device, tb__host_device_ops.name) != 0) {
+        mirror->host = tb__malloc(mirror->nbytes, 1);
+        return mirror->host ? tb__device_open(device, &mirror->device) : TB_NO_MEMORY;
     }
-    mirror->host = tb__malloc(mirror->nbytes, 1);
-    return mirror->host ? ops->open(&mirror->device) : TB_NO_MEMORY;
+    mirror->host = mirror->memory;
+    return TB_OK;
 }
 
 tb_status tool_mirror_init(tool_mirror *mirror, const char *device, size_t nbytes) {
