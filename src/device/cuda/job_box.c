@@ -8,12 +8,12 @@
 #include <string.h>
 
 enum {
-    SLOT = 16,                /* bytes */
+    SLOT = 16,               /* bytes */
     PIECES_BELOW = 32 << 10, /* bytes of a contiguous copy that is cut into pieces */
-    LONG_TILES = 256,         /* tiles of a box from which on it has fewer items */
-    ENGINE_NBYTES = 1 << 20,  /* of a contiguous copy from or to host memory that the copy engine does */
-    ENGINE_COPIES = 64,       /* of a job, at most */
-    TRANSPOSE_MIN = 16,       /* elements along both dimensions */
+    LONG_TILES = 256,        /* tiles of a box from which on it has fewer items */
+    ENGINE_NBYTES = 1 << 20, /* of a contiguous copy from or to host memory that the copy engine does */
+    ENGINE_COPIES = 64,      /* of a job, at most */
+    TRANSPOSE_MIN = 16,      /* elements along both dimensions */
     FEW_SOURCES = 16,
 };
 #define MOST_ELEMENTS ((int64_t)1 << 30) /* of a box; counts of slots are below 2^31 */

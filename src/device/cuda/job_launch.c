@@ -355,8 +355,7 @@ static tb_status take_result(const tb__cuda_quant *q, const tb__cuda_result *r) 
     return TB_OK;
 }
 
-static void take_sum(const tb__cuda_launch *launch) {
-    uint64_t *sums = launch->block->pinned;
+static void take_sum(const tb__cuda_launch *launch, uint64_t *sums) {
     size_t whole = launch->nbytes / TB__CHECKSUM_BLOCK, rest = launch->nbytes % TB__CHECKSUM_BLOCK;
     if (rest)
         sums[whole] = tb__checksum_block(sums + whole + 1, rest);
@@ -365,11 +364,12 @@ static void take_sum(const tb__cuda_launch *launch) {
 
 tb_status tb__cuda_launch_finish(tb__cuda_launch *launch) {
     tb_status status = TB_OK;
-    const tb__cuda_result *results = launch->block ? launch->block->pinned : NULL;
-    for (size_t i = 0; i < launch->nquants && status == TB_OK; i++)
+    void *reported = launch->block ? launch->block->pinned : NULL;
+    const tb__cuda_result *results = reported;
+    for (size_t i = 0; results && i < launch->nquants && status == TB_OK; i++)
         status = take_result(&launch->quants[i], &results[launch->results[i]]);
-    if (launch->sum)
-        take_sum(launch);
+    if (launch->sum && reported)
+        take_sum(launch, reported);
     free_launch(launch);
     return status;
 }

@@ -146,6 +146,8 @@ static tb_status check_stride(const tb__move *move) {
 tb_status tb__cuda_add_matrix(tb__job *job, uint32_t gpu, const tb__move *move, const void *const *src,
                               bool is_scale_on_device) {
     band b = {.move = move, .q = move->kind == TB__MOVE_AMAX ? NULL : move->quantised};
+    if (!b.q && move->kind != TB__MOVE_AMAX)
+        return tb__fail(TB_INTERNAL, "a quantised tensor without its format was not refused");
     TB_TRY(check_stride(move));
     if (b.q)
         TB_TRY(tb__quant_measure(&b.q->format, b.q->rows, b.q->columns, &b.size));

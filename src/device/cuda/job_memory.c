@@ -17,7 +17,7 @@ enum {
 #define POOL_LIMIT ((size_t)128 << 20) /* bytes of unused blocks that are kept */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static LIST_HEAD(, tb__cuda_block) unused = LIST_HEAD_INITIALIZER(unused);
+static LIST_HEAD(unused_blocks, tb__cuda_block) unused = LIST_HEAD_INITIALIZER(unused);
 static size_t unused_nbytes;
 
 /* ---- Blocks ------------------------------------------------------------------------------------------------------ */
@@ -28,9 +28,9 @@ static int kinds_of(const tb__cuda_block *block) {
 
 /* The smallest unused block that is not much too large. */
 static tb__cuda_block *take_unused(const tb__gpu *gpu, size_t nbytes, int kinds) {
-    tb__cuda_block *best = NULL, *b;
+    tb__cuda_block *best = NULL;
     pthread_mutex_lock(&lock);
-    LIST_FOREACH(b, &unused, link) {
+    for (tb__cuda_block *b = LIST_FIRST(&unused); b; b = LIST_NEXT(b, link)) {
         if (b->gpu == gpu && kinds_of(b) == kinds && b->nbytes >= nbytes && b->nbytes / 4 <= nbytes &&
             (!best || b->nbytes < best->nbytes))
             best = b;
@@ -135,8 +135,11 @@ static tb_status wait_for_event(const uploader *u) {
 }
 
 static tb_status upload_piece(const uploader *u, CUdeviceptr to, const char *from, size_t nbytes) {
-    memcpy(u->staging->pinned, from, nbytes);
-    CUresult result = tb__cuda.cuMemcpyHtoDAsync(to, u->staging->pinned, nbytes, u->stream);
+    void *pinned = u->staging->pinned;
+    if (!pinned)
+        return tb__fail(TB_INTERNAL, "a block for descriptors without pinned memory");
+    memcpy(pinned, from, nbytes);
+    CUresult result = tb__cuda.cuMemcpyHtoDAsync(to, pinned, nbytes, u->stream);
     if (result == CUDA_SUCCESS)
         result = tb__cuda.cuEventRecord(u->event, u->stream);
     if (result != CUDA_SUCCESS)

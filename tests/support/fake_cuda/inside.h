@@ -53,7 +53,7 @@ typedef struct fake {
 
 extern fake_state fake;
 
-_Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
+__attribute__((noreturn)) __attribute__((format(printf, 1, 2))) void die(const char *format, ...);
 void lock(void);
 void unlock(void);
 uint64_t random_below(uint64_t n); /* with the lock held */
