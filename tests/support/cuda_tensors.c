@@ -33,6 +33,13 @@ _Noreturn static void die(const char *what) {
     abort();
 }
 
+static void check_copy(CUresult result, const char *what, const tensor *t) {
+    if (result == CUDA_SUCCESS)
+        return;
+    (void)tb__cuda_fail(result, "%zu bytes at %p", t->nbytes, (void *)t->base);
+    die(what);
+}
+
 /* Functions that the library does not use: they wait. */
 static void *waiting_function(const char *name) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW), *address = library ? dlsym(library, name) : NULL;
@@ -44,8 +51,9 @@ static void *waiting_function(const char *name) {
 static void read_gpu(char *to, const tensor *t) {
     CUresult (*copy)(void *, CUdeviceptr, size_t) =
         (CUresult(*)(void *, CUdeviceptr, size_t))(uintptr_t)waiting_function("cuMemcpyDtoH_v2");
-    if (tb__gpu_push(tensors.gpu) != TB_OK || copy(to, (CUdeviceptr)t->base, t->nbytes) != CUDA_SUCCESS)
+    if (tb__gpu_push(tensors.gpu) != TB_OK)
         die("reading");
+    check_copy(copy(to, (CUdeviceptr)t->base, t->nbytes), "reading", t);
     tb__gpu_pop();
 }
 
@@ -53,9 +61,10 @@ static void write_gpu(const tensor *t, size_t first, size_t last) {
     CUresult (*copy)(CUdeviceptr, const void *, size_t) =
         (CUresult(*)(CUdeviceptr, const void *, size_t))(uintptr_t)waiting_function("cuMemcpyHtoD_v2");
     CUresult (*wait)(CUstream) = (CUresult(*)(CUstream))(uintptr_t)waiting_function("cuStreamSynchronize");
-    if (tb__gpu_push(tensors.gpu) != TB_OK ||
-        copy((CUdeviceptr)t->base + first, t->copy + first, last - first) != CUDA_SUCCESS || wait(NULL) != CUDA_SUCCESS)
+    if (tb__gpu_push(tensors.gpu) != TB_OK)
         die("writing");
+    check_copy(copy((CUdeviceptr)t->base + first, t->copy + first, last - first), "writing", t);
+    check_copy(wait(NULL), "writing", t);
     tb__gpu_pop();
 }
 
