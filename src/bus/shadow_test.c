@@ -557,8 +557,11 @@ static void apply_late(rank *r) {
     set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", 8, 6, &shadow_opts);
     move(r, &s, 1);
     meet(r);
-    if (is_a(r))
+    if (is_a(r)) {
+        int status;
         check(kill(*stop->server, SIGSTOP) == 0);
+        check(waitpid(*stop->server, &status, WUNTRACED) == *stop->server && WIFSTOPPED(status));
+    }
     meet(r);
     check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, is_a(r) ? NULL : &soon, &t));
     check_fails(tb_wait(t, TB_COMMITTED, -1), TB_IN_DOUBT, "version 2 of batch 'step'");
