@@ -21,10 +21,11 @@ typedef struct process {
     float *w;
 } process;
 
-static void must(const process *p, tb_status status) {
+#define must(p, status) must_at(p, status, __LINE__)
+static void must_at(const process *p, tb_status status, int line) {
     if (status == TB_OK)
         return;
-    fprintf(stderr, "process %d: %s: %s\n", p->position, tb_status_string(status), tb_error_detail());
+    fprintf(stderr, "process %d, line %d: %s: %s\n", p->position, line, tb_status_string(status), tb_error_detail());
     exit(BROKEN);
 }
 
@@ -156,6 +157,8 @@ static void train(process *p) {
     must(p, tb_batch_remove_pair(p->batch, p->pairs[1]));
     tb_pair_destroy(p->pairs[1]);
     say(p, "removed");
+    for (int seat = 0; seat < SEATS; seat++) /* else the pair could be made with processes that are about to go */
+        hear(p, "back", VICTIM + seat);
     add_engine(p, 1);
     must(p, tb_batch_register(p->batch, 0));
     must_be(p, tb_batch_epoch(p->batch) == 3, "it has not become epoch 3");
@@ -216,6 +219,8 @@ static int play(const char *url, const char *arg) {
     must(&p, tb__store_open(url, TOKEN, PATIENCE_MS, &p.store));
     must(&p, tb_alloc(MOST * sizeof(float), (void **)&p.w));
     join(&p, url);
+    if (p.is_back)
+        say(&p, "back");
     must(&p, tb_batch_create(p.world, "step", &opts, &p.batch));
     if (is_trainer(&p))
         train(&p);

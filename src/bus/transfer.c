@@ -184,6 +184,8 @@ static tb_status check_exchange_usable(const tb__exchange *exchange, const tb__f
     if (exchange->state == EXCHANGE_BROKEN)
         return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     bool may_begin = flow && tb__flow_may_begin(flow, is_send);
+    if (flow && !may_begin)
+        TB_TRY(tb__flow_check_loss(flow));
     for (size_t i = 0; i < exchange->handshake.npeers; i++) {
         if (exchange->handshake.is_gone[i] && (exchange->handshake.peers[i]->is_lost || !may_begin))
             return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->handshake.peers[i]->label, exchange->what,
@@ -218,6 +220,8 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
             return skip_part(p, loss);
     } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
         return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
+    } else if (flow && !tb__flow_may_begin(flow, t->is_send) && tb__flow_check_loss(flow) != TB_OK) {
+        return tb__flow_check_loss(flow);
     } else if (is_unknown) {
         return tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
                         exchange->pair->name, t->batch->name);

@@ -141,6 +141,7 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
     tb__pack_u64(&pack, number);
     tb__pack_status(&pack, status);
     tb__pack_string(&pack, why);
+    tb__pack_u32(&pack, flow->ngone > 0);
     tb__flow_send_message(flow, &flow->members[position], &pack);
 }
 
@@ -228,8 +229,13 @@ tb__failure tb__flow_last_failure(const tb__flow *flow) {
 }
 
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
-    return flow->report.broken.status == TB_OK &&
-           (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->attempts.started);
+    return flow->report.broken.status == TB_OK && ((flow->ngone == 0 && flow->report.loss.status == TB_OK) ||
+                                                   tb__flow_next_attempt(flow, is_send) <= flow->attempts.started);
+}
+
+tb_status tb__flow_check_loss(const tb__flow *flow) {
+    const tb__fault *loss = &flow->report.loss;
+    return loss->status == TB_OK ? TB_OK : tb__fail(loss->status, "%s", loss->why);
 }
 
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
@@ -242,13 +248,17 @@ void tb__flow_fail_no_memory(tb__flow *flow, const member *from) {
 }
 
 /* Attempt 0: the rank's flow is broken. If another member's loss broke it, this rank need not break: it may not need
- * either of them. */
+ * either of them. A member that knows of a loss says so in the abort, because this rank may learn of that loss only
+ * after its program has begun the next transfer. */
 static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
+    bool is_last = tb__unpack_u32(message) != 0;
     if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
+    if (is_last)
+        tb__flow_record_loss(flow, status, why);
     if (attempt == 0 && status == TB_LOST)
         tb__flow_on_peer_failed(flow, (size_t)(from - flow->members), why);
     else if (attempt == 0)

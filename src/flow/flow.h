@@ -231,6 +231,8 @@ void tb__flow_set_stream_point(tb__flow *flow, bool is_send, tb__stream_point *p
 
 /* Whether a transfer can begin. If a peer is gone, only one that others have started. */
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send);
+/* Fails if a peer has reported that another one is gone. */
+tb_status tb__flow_check_loss(const tb__flow *flow);
 
 /* Whether senders have started a transfer that this rank has not received and that has not failed. */
 bool tb__flow_is_offered(const tb__flow *flow);

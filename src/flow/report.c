@@ -157,6 +157,11 @@ bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why) {
     return true;
 }
 
+void tb__flow_record_loss(tb__flow *flow, tb_status status, const char *why) {
+    if (flow->report.loss.status == TB_OK)
+        flow->report.loss = tb__fault_of(status == TB_INVALID ? TB_INVALID : TB_LOST, why);
+}
+
 /* ---- Breaking later --------------------------------------------------------------------------------------------- */
 
 /* A failure where a leg must not end at once, such as an unsent message, breaks the flow from a task of its own.
