@@ -95,6 +95,14 @@ void slow_device_fail_call(slow_device_call call, long n, tb_status status) {
     slow_unlock();
 }
 
+void slow_wait_until(int64_t us) {
+    struct timespec when = {.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000};
+    if (us == INT64_MAX)
+        pthread_cond_wait(&slow.changed, &slow.lock);
+    else
+        pthread_cond_timedwait(&slow.changed, &slow.lock, &when);
+}
+
 void slow_device_fail_run(long n, tb_status status, const char *why) {
     slow_lock();
     slow.run = (fault){.after = n, .status = status};
@@ -112,6 +120,9 @@ void slow_device_let_go(void) {
     slow_lock();
     slow.times_let_go++;
     pthread_cond_broadcast(&slow.changed);
+    int64_t until = slow_now_us() + 10 * 1000000;
+    while (slow.nheld > 0 && slow_now_us() < until)
+        slow_wait_until(until);
     slow_unlock();
 }
 

@@ -109,6 +109,7 @@ typedef struct slow_state {
     int64_t most_us;
     fault calls[SLOW_DEVICE_NCALLS], run, hold;
     uint64_t times_let_go; /* runs that were held before the last time go on */
+    size_t nheld;          /* runs that are held, or were, and have not ended */
 } slow_state;
 
 extern slow_state slow;
@@ -124,6 +125,8 @@ tb_status slow_check_call(slow_device_call call);
 bool slow_strikes(fault *f);
 
 int64_t slow_now_us(void);
+/* With the lock held: until then at the latest, or until something changes. */
+void slow_wait_until(int64_t us);
 
 /* slow_device_runs.c */
 void *slow_do_runs(void *device); /* the device's thread */

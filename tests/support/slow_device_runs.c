@@ -198,6 +198,8 @@ static tb_status do_move(const slow_run *run, size_t index) {
 /* With the lock held. */
 static void end_run(slow_run *run, tb_status status, const char *why) {
     slow_streams_end_run(run);
+    slow.nheld -= run->is_held;
+    pthread_cond_broadcast(&slow.changed);
     run->status = status;
     if (why != run->why)
         snprintf(run->why, sizeof run->why, "%s", why);
@@ -243,14 +245,6 @@ static void go_on(slow_run *run) {
     }
 }
 
-static void wait_until(int64_t us) {
-    struct timespec when = {.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000};
-    if (us == INT64_MAX)
-        pthread_cond_wait(&slow.changed, &slow.lock);
-    else
-        pthread_cond_timedwait(&slow.changed, &slow.lock, &when);
-}
-
 void *slow_do_runs(void *arg) {
     slow_device *device = arg;
     slow_lock();
@@ -266,7 +260,7 @@ void *slow_do_runs(void *arg) {
         if (chosen)
             go_on(chosen);
         else
-            wait_until(due);
+            slow_wait_until(due);
     }
     slow_unlock();
     return NULL;
@@ -432,6 +426,7 @@ static bool begin_waiting(slow_device *device) {
             slow_lock();
             int64_t most = rng_range(&slow.random, 0, 19) == 0 ? slow.most_us * 10 : slow.most_us;
             run->due_us = slow_now_us() + rng_range(&slow.random, 0, most);
+            slow.nheld += run->is_held;
             TAILQ_INSERT_TAIL(&device->begun, run, link);
             pthread_cond_broadcast(&slow.changed);
             slow_unlock();

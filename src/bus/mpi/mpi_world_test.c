@@ -327,6 +327,7 @@ static void who_is_through_may_leave(void **state) {
             continue;
         }
         MPI_Barrier(MPI_COMM_WORLD);
+        t = NULL;
         check_fails((my_rank < HALF ? tb_send : tb_recv)(h.batch, NULL, &t) == TB_OK
                         ? tb_wait(t, TB_COMMITTED, PATIENCE_MS)
                         : TB_LOST,
