@@ -130,6 +130,15 @@ void tb__flow_send_gather_message(tb__flow *flow, int32_t rank, uint64_t attempt
         tb__pack_fini(&pack);
 }
 
+/* Whether a member is lost, not only gone: it can't come back, and so no transfer begins any more. */
+static bool has_lost_member(const tb__flow *flow) {
+    for (size_t i = 0; flow->ngone && i < flow->nmembers; i++) {
+        if (flow->members[i].is_gone && flow->members[i].lost_ms)
+            return true;
+    }
+    return false;
+}
+
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
                          const char *why) {
     tb__pack pack = {0};
@@ -141,7 +150,7 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
     tb__pack_u64(&pack, number);
     tb__pack_status(&pack, status);
     tb__pack_string(&pack, why);
-    tb__pack_u32(&pack, flow->ngone > 0);
+    tb__pack_u32(&pack, status == TB_LOST && has_lost_member(flow));
     tb__flow_send_message(flow, &flow->members[position], &pack);
 }
 
@@ -254,11 +263,11 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
     uint64_t number = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
-    bool is_last = tb__unpack_u32(message) != 0;
+    bool has_lost = tb__unpack_u32(message) != 0;
     if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
-    if (is_last)
-        tb__flow_record_loss(flow, status, why);
+    if (has_lost)
+        tb__flow_record_loss(flow, why);
     if (attempt == 0 && status == TB_LOST)
         tb__flow_on_peer_failed(flow, (size_t)(from - flow->members), why);
     else if (attempt == 0)

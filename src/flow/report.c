@@ -101,7 +101,8 @@ static void find_range(const copy_op *c, uint32_t range[2]) {
         widen_range(flow, c->parts[i], range);
     for (size_t i = 0; is_group && i < flow->setup.ir->nbuckets; i++) {
         const tb_bucket *b = &flow->setup.ir->buckets[i];
-        if (b->group == c->parts[0] && flow->setup.lanes[b->channel].is_target)
+        bool is_in = b->group >= c->parts[0] && b->group <= c->parts[c->nparts - 1]; /* they ascend */
+        if (is_in && flow->setup.lanes[b->channel].is_target)
             widen_range(flow, i, range);
     }
     if (range[0] > range[1]) { /* all */
@@ -157,9 +158,9 @@ bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why) {
     return true;
 }
 
-void tb__flow_record_loss(tb__flow *flow, tb_status status, const char *why) {
+void tb__flow_record_loss(tb__flow *flow, const char *why) {
     if (flow->report.loss.status == TB_OK)
-        flow->report.loss = tb__fault_of(status == TB_INVALID ? TB_INVALID : TB_LOST, why);
+        flow->report.loss = tb__fault_of(TB_LOST, why);
 }
 
 /* ---- Breaking later --------------------------------------------------------------------------------------------- */

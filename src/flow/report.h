@@ -13,7 +13,7 @@ enum { REASON_MS = 1000 }; /* how long to wait for another rank's report of the 
 
 struct flow_report {
     tb__fault broken;  /* set: no transfer can run any more */
-    tb__fault loss;    /* set: a member has reported that another one is gone, so no transfer begins any more */
+    tb__fault loss;    /* set: a member has reported that another one is lost, so no transfer begins any more */
     tb__fault failure; /* it breaks with this, ... */
     tb__task task;     /* ... in a step of this task, which also informs the members */
 };
@@ -32,7 +32,7 @@ void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why);
 void tb__flow_miss_message(tb__flow *flow, member *to, tb_status status, const char *why);
 /* False: the flow was broken before, and keeps its first reason. */
 bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why);
-void tb__flow_record_loss(tb__flow *flow, tb_status status, const char *why);
+void tb__flow_record_loss(tb__flow *flow, const char *why);
 void tb__flow_fini_report(tb__flow *flow);
 
 #endif
