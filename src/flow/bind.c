@@ -334,8 +334,8 @@ static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_buc
     for (size_t i = 0; i < bucket->nentries; i++) {
         const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
         const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
-        /* slots of gathered tensors are host memory */
-        reading r = {.device = t->is_gathered ? host : tb__loop_find_device(flow->o.loop, t->dst.base, 1)};
+        reading r = {.device = t->is_gathered ? tb__flow_slot_device(flow)
+                                              : tb__loop_find_device(flow->o.loop, t->dst.base, 1)};
         for (uint32_t j = 0; j < l->nsenders; j++) {
             const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &r);
             if (why)
@@ -427,6 +427,7 @@ static tb_status choose_all_paths(tb__flow *flow) {
         if (flow->setup.lanes[i].is_target)
             choose_paths(flow, &flow->setup.lanes[i]);
     }
+    tb__flow_choose_slots(flow);
     return tb__staged_fit_stash(flow);
 }
 

@@ -215,6 +215,44 @@ static tb_status add_gap(const tb__flow *flow, tb__move_list *out, uint32_t buck
     return to > from && flow->o.checksum ? tb__move_list_add(out, &zeros) : TB_OK;
 }
 
+/* A chunk that is converted where its sender has it. */
+static tb_status add_converted_chunk(tb__flow *flow, tb__move_list *out, uint32_t part, const bucket_chunk *it,
+                                     const move_end *from, tb__gather_step step) {
+    const tb__gather *gather = &flow->o.gather;
+    int64_t strides[TB_MAX_DIMS] = {0};
+    size_t first = out->moves.count;
+    tb__mapping *mapping;
+    void *at;
+    TB_TRY(locate_end(flow, from, it, strides, &at, &mapping));
+    TB_TRY(gather->list_chunk(gather->arg, it->chunk, step, at, strides, mapping, out));
+    for (; first < out->moves.count; first++)
+        out->moves.item[first].part = part;
+    return TB_OK;
+}
+
+static tb_status add_converted_bucket(tb__flow *flow, tb__move_list *out, size_t index, uint32_t part,
+                                      tb__gather_step step) {
+    const tb_bucket *bucket = &flow->setup.ir->buckets[index];
+    move_end from = {.kind = END_SENDER, .member = &flow->members[tb__flow_lane(flow, index)->senders[0]]};
+    for (size_t i = 0; i < bucket->nentries; i++) {
+        const tb_bucket_entry *entry = &flow->setup.ir->entries[bucket->first_entry + i];
+        bucket_chunk it = {.chunk = &flow->setup.ir->chunks[entry->chunk], .entry = entry};
+        TB_TRY(add_converted_chunk(flow, out, part, &it, &from, step));
+    }
+    return TB_OK;
+}
+
+/* The second reading of groups that are read twice. */
+static tb_status add_second_reads(tb__flow *flow, tb__move_list *out) {
+    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
+        const lane *l = tb__flow_lane(flow, i);
+        const group *g = l->is_target ? tb__flow_group(flow, i) : NULL;
+        if (g && g->is_read_twice && !tb__lane_is_revoked(flow, l))
+            TB_TRY(add_converted_bucket(flow, out, i, g->number, TB__GATHER_WRITE));
+    }
+    return TB_OK;
+}
+
 static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, const move_end *from, size_t nfrom,
                             const move_end *to) {
     const tb_bucket *bucket = &flow->setup.ir->buckets[index];
@@ -308,6 +346,12 @@ static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, cop
         size_t bucket = l->channel->first_bucket + i;
         if (!needs_copy(flow, l, &flow->setup.paths[bucket], kind))
             continue;
+        const group *g = kind == COPY_DIRECT ? tb__flow_group(flow, bucket) : NULL;
+        if (g && g->is_converted) {
+            TB_TRY(add_converted_bucket(flow, out, bucket, (uint32_t)bucket,
+                                        g->is_read_twice ? TB__GATHER_MEASURE : TB__GATHER_WRITE));
+            continue;
+        }
         size_t raw = (size_t)tb__flow_raw_size(flow, &flow->setup.ir->buckets[bucket]), others = 0;
         for (size_t j = 0; from != &one && j < nfrom; j++) {
             bool is_raw = is_combined && l->senders[j] != flow->self;
@@ -385,6 +429,8 @@ static bool is_whole(copy_kind kind) {
 static tb_status list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out) {
     if (is_whole(kind))
         return add_tensors(flow, out, kind);
+    if (kind == COPY_GATHERED)
+        TB_TRY(add_second_reads(flow, out));
     if (kind == COPY_MEASURE || kind == COPY_GATHERED)
         return tb__flow_list_gathered(flow, kind, out);
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
@@ -412,15 +458,16 @@ tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
 
 bool tb__flow_is_reading(const tb__flow *flow) {
     const copy_op *c = flow->copies.ops;
-    while (c && c->kind != COPY_DIRECT && c->kind != COPY_STASH)
+    while (c && c->kind != COPY_DIRECT && c->kind != COPY_STASH && c->kind != COPY_GATHERED)
         c = c->next;
     return c != NULL;
 }
 
 void tb__flow_forget_reads(tb__flow *flow) {
-    for (int kind = COPY_DIRECT; kind <= COPY_STASH; kind++) {
-        tb__jobs_release(&flow->copies.prepared[kind].jobs);
-        flow->copies.prepared[kind].is_done = false;
+    const copy_kind kinds[] = {COPY_DIRECT, COPY_STASH, COPY_GATHERED};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        tb__jobs_release(&flow->copies.prepared[kinds[i]].jobs);
+        flow->copies.prepared[kinds[i]].is_done = false;
     }
 }
 
@@ -483,7 +530,13 @@ static void submit_run(copy_op *c) {
 }
 
 static bool writes_targets(const copy_op *c) {
-    return c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED;
+    if (c->kind != COPY_DIRECT && c->kind != COPY_UNPACK && c->kind != COPY_COMBINE_IN)
+        return c->kind == COPY_GATHERED;
+    for (size_t i = 0; i < c->nparts && c->flow->groups.has_steps; i++) {
+        if (!tb__group_has_step(tb__flow_group(c->flow, c->parts[i])))
+            return true;
+    }
+    return !c->flow->groups.has_steps;
 }
 
 static bool has_work(const copy_op *c) {

@@ -1,6 +1,8 @@
 /* Exposures and direct reads: see direct.h. */
 #include "flow/flow_inside.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 static uint64_t exposure_value(uint64_t attempt, unsigned state) {
@@ -132,7 +134,7 @@ void tb__flow_open_reads(tb__flow *flow) {
         flow->setup.lanes[i].to_take = next_to_take(flow, &flow->setup.lanes[i], 0);
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
-        m->direct.left = m->setup.nbuckets;
+        m->direct.left = m->setup.nbuckets + m->setup.nread_twice;
         m->direct.stash_left = m->setup.nstash;
         m->direct.is_concluded = false;
     }
@@ -213,6 +215,15 @@ tb_status tb__flow_count_arrived(tb__flow *flow, const lane *l) {
         if (--m->direct.left == 0 && flow->groups.done >= m->setup.gathers_until)
             TB_TRY(conclude_sender(flow, m));
     }
+    return TB_OK;
+}
+
+tb_status tb__flow_count_second_reads(tb__flow *flow, const lane *l, uint32_t number) {
+    const tb_bucket *buckets = &flow->setup.ir->buckets[l->channel->first_bucket]; /* ascend by group */
+    size_t i = 0;
+    TB_BISECT(i, l->channel->nbuckets, buckets[i].group >= number);
+    for (; i < l->channel->nbuckets && buckets[i].group == number; i++)
+        TB_TRY(tb__flow_count_arrived(flow, l));
     return TB_OK;
 }
 
@@ -372,10 +383,16 @@ static tb_status convert_own(tb__flow *flow, lane *l) {
     return buffer ? begin_own_conversion(flow, index, COPY_PACK, buffer, end_own_pack) : TB_NO_MEMORY;
 }
 
-/* Reads all ready buckets of one group, starting with this lane. */
+/* The program's number of the group that the lane's next bucket belongs to. */
+static uint32_t next_user_group(const tb__flow *flow, const lane *l) {
+    uint32_t number = flow->setup.ir->buckets[l->channel->first_bucket + l->to_take].group;
+    return flow->o.user_groups ? flow->o.user_groups[number] : number;
+}
+
+/* Reads all ready buckets of one of the program's groups, starting with this lane. */
 static tb_status read_buckets(tb__flow *flow, lane *first) {
     size_t n = flow->setup.ir->nchannels, count = 0;
-    uint32_t number = flow->setup.ir->buckets[first->channel->first_bucket + first->to_take].group;
+    uint32_t number = next_user_group(flow, first);
     int64_t nbytes = 0;
     for (size_t i = 0; i < n; i++)
         count +=
@@ -387,7 +404,7 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
         lane *l = &flow->setup.lanes[((size_t)(first - flow->setup.lanes) + i) % n];
         while (nbytes < COPY_OP_BYTES && !l->overwrites_source && !l->first->is_coded && can_read(flow, l)) {
             size_t index = l->channel->first_bucket + l->to_take;
-            if (flow->setup.ir->buckets[index].group != number)
+            if (next_user_group(flow, l) != number)
                 break;
             nbytes += flow->setup.paths[index].is_for_device ? 0 : flow->setup.ir->buckets[index].total_bytes;
             c->parts[c->nparts++] = (uint32_t)index;

@@ -37,7 +37,7 @@ struct member_direct {
     tb__peer_memory *exposures;
     _Atomic uint64_t *peer_exposure; /* as a sender: of its tensors to this rank; NULL: not mapped */
     uint64_t ready;                  /* the attempt of its last READY */
-    size_t left, stash_left;         /* its buckets that have not arrived, and that have not been stashed */
+    size_t left, stash_left;         /* reads of its buckets that are left, and buckets that have not been stashed */
     bool is_concluded;               /* it knows that all its buckets have arrived */
 };
 
@@ -64,6 +64,7 @@ tb_status tb__flow_step_reads(tb__flow *flow, bool *did);
 bool tb__flow_may_write(const tb__flow *flow);
 /* Counts a bucket of the lane that is in the tensors, or in the stash. */
 tb_status tb__flow_count_arrived(tb__flow *flow, const lane *l);
+tb_status tb__flow_count_second_reads(tb__flow *flow, const lane *l, uint32_t number); /* of a group */
 void tb__flow_count_stashed(tb__flow *flow, const lane *l);
 /* Sends DONE to senders all of whose buckets have arrived. */
 tb_status tb__flow_conclude(tb__flow *flow);

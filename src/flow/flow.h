@@ -54,14 +54,24 @@ typedef enum tb__gather_step {
 } tb__gather_step;
 
 /* Tensors that are gathered first, and written when all of their group has arrived. A group's pieces are gathered in a
- * *slot*, in host memory and in the target's dtype: the band of each tensor, row-major, at its slot_offset. */
+ * *slot*, in the target's dtype: the band of each tensor, row-major, at its slot_offset. A group whose chunks can all
+ * be converted by themselves, where the senders have them, needs no slot. */
 typedef struct tb__gather {
     size_t slot_nbytes; /* 0: no tensor is gathered */
     uint32_t nslots;    /* groups that may be gathered at a time */
     void *arg;
-    /* Lists the moves of a step of MEASURE or WRITE. All functions are called with the lock held. */
+    /* All functions are called with the lock held. */
+    void (*begin)(void *arg); /* a receive begins: nothing is measured yet */
+    /* Lists the moves of a step of MEASURE or WRITE. Without a slot, only those that do not concern chunks. */
     tb_status (*list)(void *arg, uint32_t group, tb__gather_step step, const char *slot, tb__move_list *out);
-    tb_status (*next)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, tb__gather_step *out);
+    /* The same for a chunk, which begins at `src` and has these strides there; see tb__move for the mapping. */
+    tb_status (*list_chunk)(void *arg, const tb_chunk *chunk, tb__gather_step step, const void *src,
+                            const int64_t *strides, tb__mapping *mapping, tb__move_list *out);
+    bool (*can_list_chunk)(void *arg, const tb_chunk *chunk, const int64_t *strides);
+    bool (*must_measure)(void *arg, uint32_t group);
+    /* `is_measured`: the chunks of the group have been, one by one. */
+    tb_status (*next)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, bool is_measured,
+                      tb__gather_step *out);
     int32_t (*awaits)(void *arg); /* the rank that WAIT waits for, or TB_NO_RANK */
     /* A message that another rank sent by tb__flow_send_gather_message. False: it is malformed. */
     bool (*on_message)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *message);
@@ -231,7 +241,7 @@ void tb__flow_set_stream_point(tb__flow *flow, bool is_send, tb__stream_point *p
 
 /* Whether a transfer can begin. If a peer is gone, only one that others have started. */
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send);
-/* Fails if a peer has reported that another one is gone. */
+/* Fails if a peer has reported that another one is lost. */
 tb_status tb__flow_check_loss(const tb__flow *flow);
 
 /* Whether senders have started a transfer that this rank has not received and that has not failed. */

@@ -61,7 +61,7 @@ typedef enum copy_kind {
     COPY_SCRATCH_DST,  /* from targets to scratch memory */
     COPY_SCRATCH_BACK, /* from scratch memory to targets */
     COPY_MEASURE,      /* only the largest magnitudes of gathered groups */
-    COPY_GATHERED,     /* from slots to targets */
+    COPY_GATHERED,     /* from slots, or senders' tensors that were measured, to targets */
     COPY_KINDS
 } copy_kind;
 
@@ -124,11 +124,15 @@ struct flow_snapshot {
 
 /* Tensor groups of the receive: only group.c writes it. */
 struct flow_groups {
-    size_t done, slots_done;  /* groups that are complete, and how many of them were gathered */
+    bool has_steps;           /* some groups are written in steps of their own, when they are complete */
+    size_t done, slots_done;  /* groups that are complete, and how many of them were gathered in slots */
+    size_t asked;             /* groups whose next step was asked for */
     bool is_step_running;     /* the next gathered group is being measured or written */
     size_t user_groups_taken; /* by the program ... */
     bool takes_all;           /* ... which takes all of them as they arrive */
-    char *slots;              /* memory to gather in */
+    char *slots;              /* memory to gather in, ... */
+    tb__device *device;       /* ... of this device, ... */
+    int unit;                 /* ... on this unit of it */
 };
 
 /* Only copy.c writes it, but for what it says. */
@@ -274,6 +278,9 @@ tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
 /* Measures or writes the next group, if it is complete and gathered. */
 tb_status tb__flow_step_gathered(tb__flow *flow, bool *did);
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
+/* Whether the group is written in a step of its own, when it is complete. */
+bool tb__group_has_step(const group *g);
+const group *tb__flow_group(const tb__flow *flow, size_t bucket); /* of a bucket that this rank receives */
 
 /* send.c, recv.c */
 bool tb__flow_step_send(tb__flow *flow);

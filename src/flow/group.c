@@ -1,4 +1,6 @@
-/* Tensor groups: the window, arrival, and groups that are gathered before they are written. */
+/* Tensor groups: the window, arrival, and groups that are converted: gathered in slots and written from there, or
+ * converted where the senders have them. With scales that need all of a tensor, that takes two readings: the first
+ * measures, and the second, when all is measured, writes. */
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
@@ -38,17 +40,81 @@ static size_t find_group(const tb__flow *flow, uint32_t number) {
     return i;
 }
 
-/* Sets for each sender the last gathered group that needs it. */
-static void set_gatherings(tb__flow *flow) {
-    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
-        const tb_bucket *bucket = &flow->setup.ir->buckets[i];
-        const lane *l = &flow->setup.lanes[bucket->channel];
-        size_t until = l->is_target ? find_group(flow, bucket->group) + 1 : 0;
-        if (until == 0 || flow->setup.groups.item[until - 1].slot == TB__NOWHERE)
+const group *tb__flow_group(const tb__flow *flow, size_t bucket) {
+    return &flow->setup.groups.item[find_group(flow, flow->setup.ir->buckets[bucket].group)];
+}
+
+bool tb__group_has_step(const group *g) {
+    return g->slot != TB__NOWHERE || g->is_read_twice;
+}
+
+/* Slots are on the unit of all tensors that are gathered, or in host memory. */
+static void choose_slot_unit(tb__flow *flow) {
+    struct flow_groups *groups = &flow->groups;
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        tb__memory memory;
+        if (!flow->tensors[i].is_gathered || !flow->setup.dst_regions[i])
             continue;
-        for (uint32_t j = 0; j < l->nsenders; j++) {
-            member *m = &flow->members[l->senders[j]];
-            m->setup.gathers_until = until > m->setup.gathers_until ? until : m->setup.gathers_until;
+        tb__device *device = tb__loop_find_memory(flow->o.loop, flow->tensors[i].dst.base, 1, &memory);
+        if (groups->device && (groups->device != device || groups->unit != memory.index)) {
+            groups->device = NULL;
+            break;
+        }
+        groups->device = device;
+        groups->unit = memory.index;
+    }
+    if (!groups->device)
+        groups->device = tb__loop_find_memory(flow->o.loop, NULL, 0, &(tb__memory){0});
+}
+
+tb__device *tb__flow_slot_device(const tb__flow *flow) {
+    return flow->groups.device;
+}
+
+/* Whether the bucket can be converted where its sender has it: by the device that has both. */
+static bool can_convert(const tb__flow *flow, const lane *l, size_t bucket) {
+    const tb_bucket *b = &flow->setup.ir->buckets[bucket];
+    const tb__gather *gather = &flow->o.gather;
+    if (l->nsenders != 1 || l->overwrites_source || flow->setup.paths[bucket].takes_staged)
+        return false;
+    for (size_t i = 0; i < b->nentries; i++) {
+        const tb_chunk *chunk = &flow->setup.ir->chunks[flow->setup.ir->entries[b->first_entry + i].chunk];
+        const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[0]], chunk->tensor);
+        if (!p || !p->memory || !tb__peer_memory_is_mapped(p->memory) ||
+            tb__peer_memory_device(p->memory) != flow->groups.device ||
+            !gather->can_list_chunk(gather->arg, chunk, p->strides))
+            return false;
+    }
+    return true;
+}
+
+void tb__flow_choose_slots(tb__flow *flow) {
+    const tb__gather *gather = &flow->o.gather;
+    size_t nslots = 0;
+    for (size_t i = 0; i < flow->setup.groups.count; i++)
+        flow->setup.groups.item[i].is_converted = flow->setup.groups.item[i].slot != TB__NOWHERE;
+    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
+        const lane *l = tb__flow_lane(flow, i);
+        group *g = l->is_target ? &flow->setup.groups.item[find_group(flow, flow->setup.ir->buckets[i].group)] : NULL;
+        if (g && g->is_converted)
+            g->is_converted = can_convert(flow, l, i);
+    }
+    for (size_t i = 0; i < flow->setup.groups.count; i++) {
+        group *g = &flow->setup.groups.item[i];
+        g->is_read_twice = g->is_converted && gather->must_measure(gather->arg, g->number);
+        if (g->slot != TB__NOWHERE)
+            g->slot = g->is_converted ? TB__NOWHERE : nslots++;
+        flow->groups.has_steps |= tb__group_has_step(g);
+    }
+    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
+        const lane *l = tb__flow_lane(flow, i);
+        size_t until = l->is_target ? find_group(flow, flow->setup.ir->buckets[i].group) + 1 : 0;
+        const group *g = l->is_target ? &flow->setup.groups.item[until - 1] : NULL;
+        for (uint32_t j = 0; g && j < l->nsenders; j++) {
+            struct member_setup *m = &flow->members[l->senders[j]].setup;
+            m->nread_twice += g->is_read_twice;
+            if (g->slot != TB__NOWHERE)
+                m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
         }
     }
 }
@@ -90,7 +156,7 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
             return TB_NO_MEMORY;
     }
     group *g = flow->setup.groups.item;
-    size_t n = flow->setup.groups.count, kept = 0, slots = 0;
+    size_t n = flow->setup.groups.count, kept = 0;
     if (!g)
         return TB_OK; /* this rank receives nothing */
     qsort(g, n, sizeof *g, compare_groups);
@@ -106,10 +172,8 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
     for (size_t i = 0; i < kept; i++) {
         g[i].user_group = flow->o.user_groups ? flow->o.user_groups[g[i].number] : g[i].number;
         g[i].ordinal = i ? g[i - 1].ordinal + (g[i].user_group != g[i - 1].user_group) : 0;
-        if (g[i].slot != TB__NOWHERE)
-            g[i].slot = slots++;
     }
-    set_gatherings(flow);
+    choose_slot_unit(flow);
     TB_TRY(list_lanes(flow));
     tb__leg_set_groups(&flow->recv, 0, count_user_groups(flow));
     return TB_OK;
@@ -121,20 +185,26 @@ void tb__flow_begin_groups(tb__flow *flow) {
 }
 
 void tb__flow_free_groups(tb__flow *flow) {
-    free(flow->groups.slots);
+    if (flow->groups.slots)
+        flow->groups.device->ops->free(flow->groups.device, flow->groups.slots);
 }
 
 tb_status tb__flow_open_groups(tb__flow *flow) {
+    const tb__gather *gather = &flow->o.gather;
+    struct flow_groups *groups = &flow->groups;
     bool gathers = false;
     for (size_t i = 0; i < flow->setup.groups.count; i++) {
         flow->setup.groups.item[i].left = flow->setup.groups.item[i].nbuckets;
         gathers |= flow->setup.groups.item[i].slot != TB__NOWHERE;
     }
-    flow->groups.done = flow->groups.slots_done = 0;
-    flow->groups.is_step_running = false;
-    if (gathers && !flow->groups.slots)
-        flow->groups.slots = tb__malloc(flow->o.gather.nslots, flow->o.gather.slot_nbytes);
-    return gathers && !flow->groups.slots ? TB_NO_MEMORY : TB_OK;
+    groups->done = groups->slots_done = groups->asked = 0;
+    groups->is_step_running = false;
+    if (gather->begin)
+        gather->begin(gather->arg);
+    if (!gathers || groups->slots)
+        return TB_OK;
+    return groups->device->ops->alloc(groups->device, groups->unit, gather->nslots * gather->slot_nbytes,
+                                      (void **)&groups->slots);
 }
 
 /* ---- Windows --------------------------------------------------------------------------------------------------- */
@@ -176,9 +246,9 @@ static void count_done(tb__flow *flow) {
     tb__leg_set_groups(&flow->recv, ordinal_at(flow, flow->groups.done), count_user_groups(flow));
 }
 
-/* Counts complete groups that are not gathered as done. */
+/* Counts complete groups that have no step of their own as done. */
 static tb_status advance_groups(tb__flow *flow) {
-    for (const group *g; (g = next_complete(flow)) && g->slot == TB__NOWHERE;) {
+    for (const group *g; (g = next_complete(flow)) && !tb__group_has_step(g);) {
         TB_TRY(tb__flow_check_exposures(flow, g));
         count_done(flow);
     }
@@ -204,13 +274,27 @@ tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *
     for (size_t i = 0; i < flow->setup.groups.count; i++) {
         const group *g = &flow->setup.groups.item[i];
         size_t first = out->moves.count;
-        if (g->slot == TB__NOWHERE)
+        if (!tb__group_has_step(g))
             continue;
-        TB_TRY(gather->list(gather->arg, g->number, step, slot_of(flow, g), out));
+        TB_TRY(gather->list(gather->arg, g->number, step, g->is_read_twice ? NULL : slot_of(flow, g), out));
         for (; first < out->moves.count; first++)
             out->moves.item[first].part = g->number;
     }
     return TB_OK;
+}
+
+/* The groups of the operation, which are next, are in the tensors. */
+static tb_status end_written(tb__flow *flow, const copy_op *c) {
+    for (size_t i = 0; i < c->nparts; i++) {
+        const group *g = &flow->setup.groups.item[flow->groups.done];
+        TB_TRY(tb__flow_check_exposures(flow, g));
+        flow->groups.slots_done += g->slot != TB__NOWHERE;
+        count_done(flow);
+        for (size_t j = 0; g->is_read_twice && j < g->nlanes; j++)
+            TB_TRY(tb__flow_count_second_reads(flow, g->lanes[j], g->number));
+    }
+    TB_TRY(advance_groups(flow));
+    return tb__flow_conclude(flow);
 }
 
 static void end_gathered_step(copy_op *c, tb_status status) {
@@ -218,35 +302,58 @@ static void end_gathered_step(copy_op *c, tb_status status) {
     flow->groups.is_step_running = false;
     if (flow->recv.is_ending)
         return;
-    if (c->kind == COPY_GATHERED) {
-        flow->groups.slots_done++;
-        count_done(flow);
-        status = advance_groups(flow);
-        if (status == TB_OK)
-            status = tb__flow_conclude(flow);
-    }
+    if (c->kind == COPY_GATHERED)
+        status = end_written(flow, c);
     if (status != TB_OK)
         tb__flow_abort(flow, false, status, tb_error_detail());
     else
         tb__flow_end_step_recv(flow, TB_OK, "");
 }
 
+static tb_status fail_awaited(tb__flow *flow) {
+    const member *awaited = flow->ngone ? tb__flow_find_member(flow, flow->o.gather.awaits(flow->o.gather.arg)) : NULL;
+    return awaited && awaited->is_gone ? tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited)) : TB_OK;
+}
+
+/* What to do with the next complete groups, and with how many of them: one of those with slots, or many of those that
+ * were measured. All of these send their magnitudes to other ranks before the first waits for theirs. */
+static tb_status choose_step(tb__flow *flow, tb__gather_step *step, size_t *count) {
+    const tb__gather *gather = &flow->o.gather;
+    struct flow_groups *groups = &flow->groups;
+    const group *next = &flow->setup.groups.item[groups->done];
+    for (size_t i = groups->done; i < flow->setup.groups.count; i++) {
+        const group *g = &flow->setup.groups.item[i];
+        tb__gather_step of;
+        if (g->left > 0 || (g != next && !(next->is_read_twice && g->is_read_twice)))
+            break;
+        TB_TRY(tb__flow_check_exposures(flow, g));
+        TB_TRY(gather->next(gather->arg, flow, flow->recv.attempt, g->number, g->is_read_twice, &of));
+        if (g == next)
+            *step = of;
+        else if (of != *step && *step != TB__GATHER_WAIT)
+            break;
+        *count = i + 1 - groups->done;
+        groups->asked = i + 1 > groups->asked ? i + 1 : groups->asked;
+        if (*step == TB__GATHER_WAIT)
+            i = groups->asked - 1; /* those before have sent theirs */
+    }
+    return *step == TB__GATHER_WAIT ? fail_awaited(flow) : TB_OK;
+}
+
 tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
     const group *g = next_complete(flow);
-    const tb__gather *gather = &flow->o.gather;
-    tb__gather_step step;
-    if (!g || g->slot == TB__NOWHERE || flow->groups.is_step_running)
+    tb__gather_step step = TB__GATHER_WAIT;
+    size_t count = 0;
+    if (!g || !tb__group_has_step(g) || flow->groups.is_step_running || (g->is_read_twice && flow->direct.is_revoking))
         return TB_OK;
-    TB_TRY(tb__flow_check_exposures(flow, g));
-    TB_TRY(gather->next(gather->arg, flow, flow->recv.attempt, g->number, &step));
-    if (step == TB__GATHER_WAIT) {
-        const member *awaited = flow->ngone ? tb__flow_find_member(flow, gather->awaits(gather->arg)) : NULL;
-        return awaited && awaited->is_gone ? tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited)) : TB_OK;
-    }
-    copy_op *c = tb__flow_new_copy_op(flow, false, step == TB__GATHER_MEASURE ? COPY_MEASURE : COPY_GATHERED, 1);
+    TB_TRY(choose_step(flow, &step, &count));
+    if (step == TB__GATHER_WAIT)
+        return TB_OK;
+    copy_op *c = tb__flow_new_copy_op(flow, false, step == TB__GATHER_MEASURE ? COPY_MEASURE : COPY_GATHERED, count);
     if (!c)
         return TB_NO_MEMORY;
-    c->parts[c->nparts++] = g->number;
+    while (c->nparts < count)
+        c->parts[c->nparts++] = g++->number;
     c->end = end_gathered_step;
     flow->groups.is_step_running = *did = true;
     tb__flow_start_copy_op(c);

@@ -61,7 +61,9 @@ typedef struct group {
     uint32_t number;
     uint32_t user_group; /* the program's number; one user group may be several groups here */
     size_t ordinal;      /* of the user group, among those of this rank */
-    size_t slot;         /* its index among gathered groups; TB__NOWHERE: it is not gathered */
+    size_t slot;         /* its index among groups that are gathered in slots; TB__NOWHERE: it is not */
+    bool is_converted;   /* its chunks are converted where the senders have them ... */
+    bool is_read_twice;  /* ... in two steps: measured one by one, then written together */
     size_t nbuckets;
     const lane **lanes; /* with buckets of this group */
     size_t nlanes;
@@ -102,6 +104,7 @@ struct member_setup {
     TB_VEC(remote_tensor) remote_tensors; /* by tensor */
     tb__peer_memory *stage;               /* its staging memory on a device; NULL: none, or it can't be mapped */
     size_t nbuckets;                      /* that this rank gets from it */
+    size_t nread_twice;                   /* of them, those whose group is read twice */
     int64_t sends_nbytes;                 /* in them */
     size_t nstash;                        /* of them, those that are stashed first */
     bool is_revoked; /* it has revoked some of its memory, so that none of it is read any more; written by invalidate.c
@@ -138,5 +141,9 @@ char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbyte
 
 /* group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);
+/* When paths are chosen: decides which gathered groups need slots. */
+void tb__flow_choose_slots(tb__flow *flow);
+/* The device of the slots. */
+tb__device *tb__flow_slot_device(const tb__flow *flow);
 
 #endif

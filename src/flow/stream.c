@@ -64,8 +64,7 @@ bool tb__flow_has_begun_writes(const tb__flow *flow, const tb__device *device) {
     size_t nbuckets = 0;
     if (leg->is_arrived)
         return true;
-    if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->failure.status != TB_OK ||
-        flow->o.gather.slot_nbytes > 0)
+    if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->failure.status != TB_OK || flow->groups.has_steps)
         return false;
     for (const copy_op *c = flow->copies.ops; c; c = c->next) {
         if (!writes_last(c))

@@ -161,22 +161,15 @@ static int64_t rows_in(const entry *e, const unit *u, uint32_t group, int64_t *f
 
 /* The largest magnitude of a unit, which is in the slot. */
 static tb_status list_amax(const tb__convert *c, unit *u, const char *slot, tb__move_list *out) {
-    for (size_t i = 0; i < u->count; i++) {
+    for (size_t i = 0; slot && i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];
         int64_t first, rows = rows_in(e, u, u->group, &first);
+        tb_binding box;
         if (rows == 0)
             continue;
-        const void *src = slot + e->slot_offset;
-        tb__move move = {.kind = TB__MOVE_AMAX,
-                         .ndim = 2,
-                         .len = {rows, e->how.dst->columns},
-                         .nsrc = 1,
-                         .src = &src,
-                         .src_stride = (const int64_t[1][TB_MAX_DIMS]){{e->how.dst->columns, 1}},
-                         .src_dtype = e->dtype,
-                         .amax = &u->amax,
-                         .name = e->name};
-        TB_TRY(tb__move_list_add(out, &move));
+        tb_shape shape = {.ndim = 2, .dim = {rows, e->how.dst->columns}};
+        TB_TRY(tb_binding_contiguous((char *)(uintptr_t)slot, (int64_t)e->slot_offset, e->dtype, &shape, &box));
+        TB_TRY(tb__encoded_list_amax(&box, NULL, &u->amax, e->name, out));
     }
     return TB_OK;
 }
@@ -201,7 +194,7 @@ static tb_status list_scale(const tb__convert *c, const unit *u, tb__move_list *
 
 /* Lists the moves that quantise the slot into the unit's tensors. */
 static tb_status list_write(const tb__convert *c, const unit *u, uint32_t group, const char *slot, tb__move_list *out) {
-    for (size_t i = 0; i < u->count; i++) {
+    for (size_t i = 0; slot && i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];
         int64_t first, rows = rows_in(e, u, group, &first);
         if (rows > 0)
@@ -295,8 +288,50 @@ static tb_status list_step(void *arg, uint32_t group, tb__gather_step step, cons
     return TB_OK;
 }
 
+static tb_binding box_of(const entry *e, const tb_chunk *chunk, const void *src, const int64_t *strides) {
+    tb_binding box = {.base = (void *)(uintptr_t)src, .dtype = e->dtype, .shape.ndim = chunk->ndim};
+    memcpy(box.shape.dim, chunk->len, sizeof box.shape.dim);
+    memcpy(box.strides, strides, sizeof box.strides);
+    return box;
+}
+
+static bool can_list_chunk(void *arg, const tb_chunk *chunk, const int64_t *strides) {
+    const entry *e = &((const tb__convert *)arg)->entries[chunk->tensor];
+    tb_binding box = box_of(e, chunk, NULL, strides);
+    return e->how.dst && chunk->wire_dtype == e->dtype && tb__encoded_takes_box(e->how.dst, chunk->dst.start, &box);
+}
+
+static tb_status list_chunk(void *arg, const tb_chunk *chunk, tb__gather_step step, const void *src,
+                            const int64_t *strides, tb__mapping *mapping, tb__move_list *out) {
+    tb__convert *c = arg;
+    const entry *e = &c->entries[chunk->tensor];
+    unit *u = &c->units.item[e->unit];
+    tb_binding box = box_of(e, chunk, src, strides);
+    if (step == TB__GATHER_WRITE)
+        return tb__encoded_list_write_box(e->how.dst, chunk->dst.start, &box, mapping, u->is_global ? &u->scale : NULL,
+                                          e->name, out);
+    return u->is_global ? tb__encoded_list_amax(&box, mapping, &u->amax, e->name, out) : TB_OK;
+}
+
+static bool must_measure(void *arg, uint32_t group) {
+    const tb__convert *c = arg;
+    size_t first, stop;
+    bool is_global = false;
+    find_units(c, group, &first, &stop);
+    for (size_t i = first; i < stop; i++)
+        is_global |= c->units.item[i].is_global;
+    return is_global;
+}
+
+static void begin_receive(void *arg) {
+    tb__convert *c = arg;
+    for (size_t i = 0; i < c->units.count; i++)
+        c->units.item[i].amax = 0;
+}
+
 /* Units with a global scale are measured first; then their ranks exchange the results. */
-static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, tb__gather_step *out) {
+static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, bool is_measured,
+                           tb__gather_step *out) {
     tb__convert *c = arg;
     bool measures = false, waits = false;
     size_t first, stop;
@@ -307,8 +342,7 @@ static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t
         if (!u->is_global || !is_concerned(c, u) || u->measured == attempt)
             continue;
         u->measured = attempt;
-        u->amax = 0;
-        measures = true;
+        measures |= !is_measured;
     }
     for (size_t i = first; i < stop && !measures; i++) {
         unit *u = &c->units.item[i];
@@ -350,7 +384,11 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
     opts->gather = (tb__gather){.slot_nbytes = c->slot_nbytes,
                                 .nslots = c->nslots,
                                 .arg = c,
+                                .begin = begin_receive,
                                 .list = list_step,
+                                .list_chunk = list_chunk,
+                                .can_list_chunk = can_list_chunk,
+                                .must_measure = must_measure,
                                 .next = next_step,
                                 .awaits = awaited_rank,
                                 .on_message = on_peer_amax};

@@ -13,6 +13,7 @@ typedef struct entry {
     tb_dtype dtype; /* of gathered data, or of a transform's input */
     tb_shape most;  /* the largest part of any target, by dim */
     int64_t nbytes; /* of that, in a slot */
+    size_t unit;    /* of one that gathers: its index */
     size_t slot_offset;
     int64_t band;
 } entry;

@@ -264,6 +264,7 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
         w->tensors[index].spec.group = u.group;
         w->tensors[index].spec.band = c->entries[index].band;
         w->tensors[index].slot_offset = c->entries[index].slot_offset = (size_t)w->used;
+        c->entries[index].unit = c->units.count;
         w->used += c->entries[index].nbytes;
     }
     w->largest = w->used > w->largest ? w->used : w->largest;

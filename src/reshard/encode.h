@@ -66,6 +66,15 @@ bool tb__encoded_takes_bands(const tb__encoded *encoded, int64_t band);
 tb_status tb__encoded_list_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from,
                                  tb_dtype dtype, const float *scale, const char *name, tb__move_list *out);
 
+/* A box of the part, whose rows are whole and lie in memory as `from` says: its last dim has stride 1, and its base is
+ * an address or, with a mapping, what counts from that. Quantises the box, which begins at `start` of the part. */
+bool tb__encoded_takes_box(const tb__encoded *encoded, const int64_t *start, const tb_binding *from);
+tb_status tb__encoded_list_write_box(const tb__encoded *encoded, const int64_t *start, const tb_binding *from,
+                                     tb__mapping *mapping, const float *scale, const char *name, tb__move_list *out);
+/* Raises *amax to the largest magnitude in the box. */
+tb_status tb__encoded_list_amax(const tb_binding *from, tb__mapping *mapping, float *amax, const char *name,
+                                tb__move_list *out);
+
 /* Copies the global scale from host memory to the tensor's. */
 tb_status tb__encoded_list_scale(const float *from, float *to, tb__move_list *out);
 

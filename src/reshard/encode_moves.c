@@ -139,6 +139,54 @@ static tb_status add_tile_padding(tb__move_list *out, const tb__encoded *e, cons
     return add_tiles(out, tiles, columns, e->matrix_rows, below, 0, all, NULL);
 }
 
+/* ---- Rows -------------------------------------------------------------------------------------------------------- */
+
+/* The rows of a box in memory. From each multiple of `even` on, so many of them lie `stride` elements apart, which is
+ * no less than a row. */
+typedef struct row_source {
+    const tb_binding *from;
+    tb__mapping *mapping;
+    int64_t rows, columns, even, stride;
+    int outer; /* dims that count runs of even rows */
+} row_source;
+
+static row_source rows_of(const tb_binding *from, tb__mapping *mapping) {
+    int d = from->shape.ndim - 1;
+    const int64_t *len = from->shape.dim;
+    row_source s = {.from = from, .mapping = mapping, .columns = len[d], .even = 1, .stride = len[d]};
+    s.rows = count_rows(from->shape.ndim, len);
+    for (; d > 0; d--) {
+        int64_t step = from->strides[d - 1];
+        if (len[d - 1] == 1)
+            continue;
+        if (s.even == 1 && step >= s.columns)
+            s.stride = step;
+        else if (s.even == 1 || step != s.stride * s.even)
+            break;
+        s.even *= len[d - 1];
+    }
+    s.outer = d > 0 ? d : 0;
+    return s;
+}
+
+/* Adds a move of `count` rows from this one on, which are even. The caller has set what concerns the destination. */
+static tb_status add_rows(tb__move_list *out, const row_source *s, int64_t row, int64_t count, tb__move *move) {
+    const tb_binding *from = s->from;
+    int64_t element = row % s->even * s->stride, rest = row / s->even;
+    for (int d = s->outer; d-- > 0; rest /= from->shape.dim[d])
+        element += rest % from->shape.dim[d] * from->strides[d];
+    const void *src = (const char *)from->base + from->offset + tb__dtype_bytes(from->dtype, 1) * element;
+    move->ndim = 2;
+    move->len[0] = count;
+    move->len[1] = s->columns;
+    move->nsrc = 1;
+    move->src = &src;
+    move->src_stride = (const int64_t[1][TB_MAX_DIMS]){{s->stride, 1}};
+    move->src_mapping = s->mapping ? &s->mapping : NULL;
+    move->src_dtype = from->dtype;
+    return tb__move_list_add(out, move);
+}
+
 /* ---- Storage ----------------------------------------------------------------------------------------------------- */
 
 tb_status tb__encoded_list_write(const tb__encoded *e, int64_t first, int64_t rows, const void *from, tb_dtype dtype,
@@ -161,6 +209,49 @@ tb_status tb__encoded_list_write(const tb__encoded *e, int64_t first, int64_t ro
         TB_TRY(tb__move_list_add(out, &move));
         i += r.count;
     }
+    return TB_OK;
+}
+
+/* The rows of the box, from row i on, that are even in memory and follow on one another in one matrix. */
+static tb__encoded_run next_even_run(const tb__encoded *e, const int64_t *start, const row_source *s, int64_t i) {
+    int64_t stop = i - i % s->even + s->even;
+    return tb__encoded_next_run(e, s->from->shape.ndim, start, s->from->shape.dim, i, stop < s->rows ? stop : s->rows);
+}
+
+bool tb__encoded_takes_box(const tb__encoded *e, const int64_t *start, const tb_binding *from) {
+    int last = from->shape.ndim - 1;
+    if (last < 0 || start[last] != 0 || from->shape.dim[last] != e->columns ||
+        (e->columns > 1 && from->strides[last] != 1))
+        return false;
+    row_source s = rows_of(from, NULL);
+    for (int64_t i = 0; e->size.band > 1 && i < s.rows;) {
+        tb__encoded_run r = next_even_run(e, start, &s, i);
+        int64_t stop = r.row + r.count;
+        if (r.row % e->size.band != 0 || (stop % e->size.band != 0 && stop != e->matrix_rows))
+            return false;
+        i += r.count;
+    }
+    return true;
+}
+
+tb_status tb__encoded_list_write_box(const tb__encoded *e, const int64_t *start, const tb_binding *from,
+                                     tb__mapping *mapping, const float *scale, const char *name, tb__move_list *out) {
+    row_source s = rows_of(from, mapping);
+    for (int64_t i = 0; i < s.rows;) {
+        tb__encoded_run r = next_even_run(e, start, &s, i);
+        tb__quantised q = matrix_at(e, r.matrix, r.row);
+        q.scale = scale;
+        TB_TRY(add_rows(out, &s, i, r.count, &(tb__move){.kind = TB__MOVE_QUANTISE, .quantised = &q, .name = name}));
+        i += r.count;
+    }
+    return TB_OK;
+}
+
+tb_status tb__encoded_list_amax(const tb_binding *from, tb__mapping *mapping, float *amax, const char *name,
+                                tb__move_list *out) {
+    row_source s = rows_of(from, mapping);
+    for (int64_t i = 0; i < s.rows; i += s.even)
+        TB_TRY(add_rows(out, &s, i, s.even, &(tb__move){.kind = TB__MOVE_AMAX, .amax = amax, .name = name}));
     return TB_OK;
 }
 
@@ -244,57 +335,20 @@ static tb_status refuse_cut(int64_t column) {
                     MXFP8_BLOCK, column);
 }
 
-/* How many rows of a box, in their order, lie in memory at even distances that are no shorter than a row: those of
- * inner dims. `outer` is how many dims count such runs. */
-static int64_t even_rows(const tb_binding *b, int64_t columns, int64_t *stride, int *outer) {
-    int64_t n = 1;
-    int d = b->shape.ndim - 1;
-    *stride = columns;
-    for (; d > 0; d--) {
-        int64_t length = b->shape.dim[d - 1], step = b->strides[d - 1];
-        if (length == 1)
-            continue;
-        if (n == 1 && step >= columns)
-            *stride = step;
-        else if (n == 1 || step != *stride * n)
-            break;
-        n *= length;
-    }
-    *outer = d > 0 ? d : 0;
-    return n;
-}
-
 tb_status tb__mxfp8_list_pack(const tb__quant_format *format, const tb_binding *from, tb__mapping *mapping,
                               int64_t first_column, int64_t offset, const char *name, tb__move_list *out) {
-    int ndim = from->shape.ndim, outer;
-    const int64_t *len = from->shape.dim;
-    int64_t columns = len[ndim - 1], rows = count_rows(ndim, len), strides[1][TB_MAX_DIMS] = {{0, 1}};
+    row_source s = rows_of(from, mapping);
     if (first_column % MXFP8_BLOCK != 0)
         return refuse_cut(first_column);
-    int64_t run = even_rows(from, columns, &strides[0][0], &outer);
-    for (int64_t first = 0; first < rows; first += run) {
-        int64_t element = 0, rest = first / run;
-        for (int d = outer; d-- > 0; rest /= len[d])
-            element += rest % len[d] * from->strides[d];
-        const void *src = (const char *)from->base + from->offset + tb__dtype_bytes(from->dtype, 1) * element;
+    for (int64_t i = 0; i < s.rows; i += s.even) {
         tb__quantised q = {.format = {.kind = TB__QUANT_MXFP8, .is_floor = format->is_floor},
-                           .rows = rows,
-                           .columns = columns,
-                           .first = first,
+                           .rows = s.rows,
+                           .columns = s.columns,
+                           .first = i,
                            .data = in_buffer(offset),
-                           .scales = in_buffer(offset + rows * columns)};
-        tb__move move = {.kind = TB__MOVE_QUANTISE,
-                         .ndim = 2,
-                         .len = {run, columns},
-                         .nsrc = 1,
-                         .src = &src,
-                         .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
-                         .src_mapping = &mapping,
-                         .src_dtype = from->dtype,
-                         .is_dst_in_buffer = true,
-                         .quantised = &q,
-                         .name = name};
-        TB_TRY(tb__move_list_add(out, &move));
+                           .scales = in_buffer(offset + s.rows * s.columns)};
+        tb__move move = {.kind = TB__MOVE_QUANTISE, .is_dst_in_buffer = true, .quantised = &q, .name = name};
+        TB_TRY(add_rows(out, &s, i, s.even, &move));
     }
     return TB_OK;
 }

@@ -307,7 +307,8 @@ static tb_status begin_step(quant_step *s, const tb__host_run *run, size_t index
         rows.data = move->is_dst_in_buffer ? run->dst_buffer + (uintptr_t)move->dst : move->dst;
         return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], q->first_column, move->len[1], &rows);
     }
-    const char *from = move->src_mapping ? run->src_buffer + (uintptr_t)move->src[0] : move->src[0];
+    bool is_in_buffer = move->src_mapping && move->src_mapping[0] == TB__IN_BUFFER;
+    const char *from = is_in_buffer ? run->src_buffer + (uintptr_t)move->src[0] : move->src[0];
     tb__quant_rows rows = {.data = (char *)(uintptr_t)from, .dtype = move->src_dtype, .stride = move->src_stride[0][0]};
     return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : 0, move->len[0], move->len[1], &rows);
 }
