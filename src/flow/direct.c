@@ -306,6 +306,8 @@ static void end_read(copy_op *c, tb_status status) {
     }
     for (size_t i = 0; i < c->nparts && status == TB_OK; i++)
         status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
+    if (status == TB_OK)
+        status = tb__flow_conclude(flow); /* groups that are done now were converted for other senders, too */
     tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 

@@ -113,7 +113,7 @@ void tb__flow_choose_slots(tb__flow *flow) {
         for (uint32_t j = 0; g && j < l->nsenders; j++) {
             struct member_setup *m = &flow->members[l->senders[j]].setup;
             m->nread_twice += g->is_read_twice;
-            if (g->slot != TB__NOWHERE)
+            if (g->slot != TB__NOWHERE || g->is_converted)
                 m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
         }
     }

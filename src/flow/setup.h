@@ -109,7 +109,7 @@ struct member_setup {
     size_t nstash;                        /* of them, those that are stashed first */
     bool is_revoked; /* it has revoked some of its memory, so that none of it is read any more; written by invalidate.c
                       */
-    size_t gathers_until; /* so many groups must be done before all it sent has been written from slots */
+    size_t gathers_until; /* so many groups must be done before all it sent has been converted */
 };
 
 /* setup.c */
