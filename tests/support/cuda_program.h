@@ -110,13 +110,17 @@ static inline void free_vmm(CUdeviceptr at, size_t npieces) {
 
 /* ---- Streams ---- */
 
-static inline CUstream make_stream(int ordinal) {
+static inline CUstream make_stream_of(int ordinal, unsigned flags) {
     CUcontext before = current_context();
     CUstream stream;
     set_context(primary_context(ordinal));
-    assert_cuda(tb__cuda.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    assert_cuda(tb__cuda.cuStreamCreate(&stream, flags));
     set_context(before);
     return stream;
+}
+
+static inline CUstream make_stream(int ordinal) {
+    return make_stream_of(ordinal, CU_STREAM_NON_BLOCKING);
 }
 
 /* ---- Whether there is a driver ---- */

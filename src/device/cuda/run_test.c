@@ -444,7 +444,7 @@ static void test_capture(void **state) {
     void *p;
     (void)state;
     make_bed(&b);
-    CUstream stream = make_stream(0), legacy = NULL, free_stream = make_stream(0);
+    CUstream stream = make_stream_of(0, CU_STREAM_DEFAULT), legacy = NULL, free_stream = make_stream(0);
     start(&b, &run);
     assert_done(&b, &run); /* its streams are made */
     set_context(primary_context(0));

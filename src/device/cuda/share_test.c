@@ -202,10 +202,18 @@ static void check_numbers(const tb__mapping *mapping, request r) {
     assert_null(current_context());
 }
 
+/* A GPU that supports it may still not permit it. */
 static bool has_fabric(void) {
-    int has = 0;
-    assert_cuda(tb__cuda.cuDeviceGetAttribute(&has, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, 0));
-    return has || fake_cuda();
+    CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0},
+                                .requestedHandleTypes = CU_MEM_HANDLE_TYPE_FABRIC};
+    CUmemGenericAllocationHandle handle;
+    if (fake_cuda())
+        return true;
+    if (tb__cuda.cuMemCreate(&handle, PIECE, &prop, 0) != CUDA_SUCCESS)
+        return false;
+    assert_cuda(tb__cuda.cuMemRelease(handle));
+    return true;
 }
 
 /* ---- Tests ------------------------------------------------------------------------------------------------------- */

@@ -48,7 +48,7 @@ typedef struct fake {
     fake_gpu gpus[MOST_GPUS];
     uint64_t random;
     int64_t most_us;
-    int ncaptures; /* streams that are being captured */
+    int ncaptures, nblocking_captures; /* streams that are being captured */
 } fake_state;
 
 extern fake_state fake;

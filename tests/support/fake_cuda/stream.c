@@ -29,6 +29,7 @@ struct CUstream_st {
     object_kind kind;
     CUcontext context;
     TAILQ_HEAD(work_list, work) queue;
+    bool is_blocking; /* it waits for the default stream, and the other way round */
     bool is_captured, is_busy;
     LIST_ENTRY(CUstream_st) link;
 };
@@ -290,9 +291,9 @@ static CUresult submit(CUstream given, work like) {
 
 CUresult cuStreamCreate(CUstream *out, unsigned flags) {
     ENTER(NEEDS_CONTEXT);
-    (void)flags;
     lock();
     *out = make_stream(current_context());
+    (*out)->is_blocking = !(flags & CU_STREAM_NON_BLOCKING);
     unlock();
     return CUDA_SUCCESS;
 }
@@ -328,7 +329,7 @@ CUresult cuStreamSynchronize(CUstream given) {
 CUresult cuStreamIsCapturing(CUstream given, CUstreamCaptureStatus *out) {
     ENTER(NEEDS_CONTEXT);
     lock();
-    bool is_implicit = fake.ncaptures > 0 && (!given || given == CU_STREAM_LEGACY);
+    bool is_implicit = fake.nblocking_captures > 0 && (!given || given == CU_STREAM_LEGACY);
     *out = resolve(given)->is_captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
     unlock();
     return is_implicit ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
@@ -340,6 +341,7 @@ CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
     lock();
     resolve(stream)->is_captured = true;
     fake.ncaptures++;
+    fake.nblocking_captures += resolve(stream)->is_blocking;
     unlock();
     return CUDA_SUCCESS;
 }
@@ -350,6 +352,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
     lock();
     resolve(stream)->is_captured = false;
     fake.ncaptures--;
+    fake.nblocking_captures -= resolve(stream)->is_blocking;
     unlock();
     return CUDA_SUCCESS;
 }
