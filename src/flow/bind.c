@@ -427,7 +427,7 @@ static tb_status choose_all_paths(tb__flow *flow) {
         if (flow->setup.lanes[i].is_target)
             choose_paths(flow, &flow->setup.lanes[i]);
     }
-    tb__flow_choose_slots(flow);
+    TB_TRY(tb__flow_choose_slots(flow));
     return tb__staged_fit_stash(flow);
 }
 

@@ -57,10 +57,11 @@ typedef enum tb__gather_step {
  * *slot*, in the target's dtype: the band of each tensor, row-major, at its slot_offset. A group whose chunks can all
  * be converted by themselves, where the senders have them, needs no slot. */
 typedef struct tb__gather {
-    size_t slot_nbytes; /* 0: no tensor is gathered */
-    uint32_t nslots;    /* groups that may be gathered at a time */
+    size_t slots_nbytes; /* the most that all slots may have; 0: no tensor is gathered */
     void *arg;
     /* All functions are called with the lock held. */
+    /* The size of a slot for the group; fails if that is too much. */
+    tb_status (*measure_slot)(void *arg, uint32_t group, size_t *nbytes);
     void (*begin)(void *arg); /* a receive begins: nothing is measured yet */
     /* Lists the moves of a step of MEASURE or WRITE. Without a slot, only those that do not concern chunks. */
     tb_status (*list)(void *arg, uint32_t group, tb__gather_step step, const char *slot, tb__move_list *out);

@@ -130,9 +130,10 @@ struct flow_groups {
     bool is_step_running;     /* the next gathered group is being measured or written */
     size_t user_groups_taken; /* by the program ... */
     bool takes_all;           /* ... which takes all of them as they arrive */
-    char *slots;              /* memory to gather in, ... */
-    tb__device *device;       /* ... of this device, ... */
-    int unit;                 /* ... on this unit of it */
+    size_t nslots, slot_nbytes;
+    char *slots;        /* memory to gather in, ... */
+    tb__device *device; /* ... of this device, ... */
+    int unit;           /* ... on this unit of it */
 };
 
 /* Only copy.c writes it, but for what it says. */

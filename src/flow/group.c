@@ -88,35 +88,50 @@ static bool can_convert(const tb__flow *flow, const lane *l, size_t bucket) {
     return true;
 }
 
-void tb__flow_choose_slots(tb__flow *flow) {
-    const tb__gather *gather = &flow->o.gather;
-    size_t nslots = 0;
-    for (size_t i = 0; i < flow->setup.groups.count; i++)
-        flow->setup.groups.item[i].is_converted = flow->setup.groups.item[i].slot != TB__NOWHERE;
+/* What senders have to wait for, and how often they are read. */
+static void count_conversions(tb__flow *flow) {
     for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
         const lane *l = tb__flow_lane(flow, i);
-        group *g = l->is_target ? &flow->setup.groups.item[find_group(flow, flow->setup.ir->buckets[i].group)] : NULL;
+        const group *g = l->is_target ? tb__flow_group(flow, i) : NULL;
+        for (uint32_t j = 0; g && (g->is_converted || g->slot != TB__NOWHERE) && j < l->nsenders; j++) {
+            struct member_setup *m = &flow->members[l->senders[j]].setup;
+            size_t until = (size_t)(g - flow->setup.groups.item) + 1;
+            m->nread_twice += g->is_read_twice;
+            m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
+        }
+    }
+}
+
+static void choose_converted(tb__flow *flow) {
+    group *groups = flow->setup.groups.item;
+    for (size_t i = 0; i < flow->setup.groups.count; i++)
+        groups[i].is_converted = groups[i].slot != TB__NOWHERE;
+    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
+        const lane *l = tb__flow_lane(flow, i);
+        group *g = l->is_target ? &groups[find_group(flow, flow->setup.ir->buckets[i].group)] : NULL;
         if (g && g->is_converted)
             g->is_converted = can_convert(flow, l, i);
     }
+}
+
+tb_status tb__flow_choose_slots(tb__flow *flow) {
+    const tb__gather *gather = &flow->o.gather;
+    struct flow_groups *groups = &flow->groups;
+    size_t next = 0;
+    choose_converted(flow);
     for (size_t i = 0; i < flow->setup.groups.count; i++) {
         group *g = &flow->setup.groups.item[i];
+        size_t nbytes = 0;
         g->is_read_twice = g->is_converted && gather->must_measure(gather->arg, g->number);
+        g->slot = g->slot == TB__NOWHERE || g->is_converted ? TB__NOWHERE : next++;
         if (g->slot != TB__NOWHERE)
-            g->slot = g->is_converted ? TB__NOWHERE : nslots++;
-        flow->groups.has_steps |= tb__group_has_step(g);
+            TB_TRY(gather->measure_slot(gather->arg, g->number, &nbytes));
+        groups->slot_nbytes = nbytes > groups->slot_nbytes ? nbytes : groups->slot_nbytes;
+        groups->has_steps |= tb__group_has_step(g);
     }
-    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
-        const lane *l = tb__flow_lane(flow, i);
-        size_t until = l->is_target ? find_group(flow, flow->setup.ir->buckets[i].group) + 1 : 0;
-        const group *g = l->is_target ? &flow->setup.groups.item[until - 1] : NULL;
-        for (uint32_t j = 0; g && j < l->nsenders; j++) {
-            struct member_setup *m = &flow->members[l->senders[j]].setup;
-            m->nread_twice += g->is_read_twice;
-            if (g->slot != TB__NOWHERE || g->is_converted)
-                m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
-        }
-    }
+    groups->nslots = 2 * groups->slot_nbytes <= gather->slots_nbytes ? 2 : 1;
+    count_conversions(flow);
+    return TB_OK;
 }
 
 /* Lists each group's lanes. Groups ascend within a channel. */
@@ -203,7 +218,7 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
         gather->begin(gather->arg);
     if (!gathers || groups->slots)
         return TB_OK;
-    return groups->device->ops->alloc(groups->device, groups->unit, gather->nslots * gather->slot_nbytes,
+    return groups->device->ops->alloc(groups->device, groups->unit, groups->nslots * groups->slot_nbytes,
                                       (void **)&groups->slots);
 }
 
@@ -211,7 +226,7 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
 
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
     const group *g = &flow->setup.groups.item[find_group(flow, bucket->group)];
-    if (g->slot != TB__NOWHERE && g->slot >= flow->groups.slots_done + flow->o.gather.nslots)
+    if (g->slot != TB__NOWHERE && g->slot >= flow->groups.slots_done + flow->groups.nslots)
         return false;
     if (flow->o.group_window == 0)
         return true;
@@ -261,7 +276,7 @@ tb_status tb__flow_count_group(tb__flow *flow, uint32_t number) {
 }
 
 static char *slot_of(const tb__flow *flow, const group *g) {
-    return flow->groups.slots + g->slot % flow->o.gather.nslots * flow->o.gather.slot_nbytes;
+    return flow->groups.slots + g->slot % flow->groups.nslots * flow->groups.slot_nbytes;
 }
 
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk) {

@@ -142,7 +142,7 @@ char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbyte
 /* group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);
 /* When paths are chosen: decides which gathered groups need slots. */
-void tb__flow_choose_slots(tb__flow *flow);
+tb_status tb__flow_choose_slots(tb__flow *flow);
 /* The device of the slots. */
 tb__device *tb__flow_slot_device(const tb__flow *flow);
 

@@ -377,13 +377,16 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
     }
     if (!gathers)
         return TB_OK;
-    TB_TRY(tb__convert_steps(c, tensors, opts->staging_bytes / 4));
+    c->most_nbytes = opts->staging_bytes / 4;
+    TB_TRY(tb__convert_steps(c, tensors));
+    for (uint32_t i = 0; i < c->ngroups && (opts->staged || opts->checksum); i++) /* no group can do without a slot */
+        TB_TRY(tb__convert_measure_slot(c, i, &(size_t){0}));
     opts->staging_bytes -= opts->staging_bytes / 4;
     opts->own_staging_bytes -= opts->own_staging_bytes / 4;
     opts->user_groups = c->user_groups;
-    opts->gather = (tb__gather){.slot_nbytes = c->slot_nbytes,
-                                .nslots = c->nslots,
+    opts->gather = (tb__gather){.slots_nbytes = (size_t)c->most_nbytes,
                                 .arg = c,
+                                .measure_slot = tb__convert_measure_slot,
                                 .begin = begin_receive,
                                 .list = list_step,
                                 .list_chunk = list_chunk,
@@ -433,5 +436,6 @@ void tb__convert_destroy(tb__convert *c) {
     free(c->order);
     free(c->user_groups);
     free(c->unit_of);
+    free(c->group_nbytes);
     free(c);
 }

@@ -44,13 +44,15 @@ struct tb__convert {
     TB_VEC(unit) units;
     size_t ngroups;
     uint32_t *user_groups;
-    size_t *unit_of; /* by group: the first of its units, or where it would be */
-    size_t slot_nbytes;
-    uint32_t nslots;
-    int32_t awaited; /* a rank whose magnitude is missing */
+    size_t *unit_of;       /* by group: the first of its units, or where it would be */
+    int64_t *group_nbytes; /* by group: in a slot */
+    int64_t most_nbytes;   /* of a slot */
+    int32_t awaited;       /* a rank whose magnitude is missing */
 };
 
 /* Chooses the order of gathering; sets the groups and bands of all tensors. */
-tb_status tb__convert_steps(tb__convert *convert, tb__flow_tensor *tensors, int64_t most_nbytes);
+tb_status tb__convert_steps(tb__convert *convert, tb__flow_tensor *tensors);
+/* Fails, with the name of a tensor, if the group takes too large a slot. */
+tb_status tb__convert_measure_slot(void *convert, uint32_t group, size_t *nbytes);
 
 #endif

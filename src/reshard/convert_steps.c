@@ -141,17 +141,17 @@ static tb_status check_unit(const tb__convert *c, const tb__flow_tensor *tensors
 typedef struct walk {
     tb__convert *c;
     tb__flow_tensor *tensors;
-    int64_t slot;    /* preferred size */
-    int64_t most;    /* largest size allowed */
-    uint32_t group;  /* the next one */
-    int64_t used;    /* of the slot of the one before; negative: nothing can be added to that */
-    int64_t largest; /* of all slots */
+    int64_t slot;   /* preferred size */
+    uint32_t group; /* the next one */
+    int64_t used;   /* of the slot of the one before; negative: nothing can be added to that */
     TB_VEC(uint32_t) hosts;
     TB_VEC(size_t) first_units; /* by group */
+    TB_VEC(int64_t) sizes;      /* by group */
 } walk;
 
 static tb_status begin_group(walk *w, uint32_t host, size_t first_unit) {
-    if (w->group == UINT32_MAX - 1 || !tb__vec_push(&w->hosts, host) || !tb__vec_push(&w->first_units, first_unit))
+    if (w->group == UINT32_MAX - 1 || !tb__vec_push(&w->hosts, host) || !tb__vec_push(&w->first_units, first_unit) ||
+        !tb__vec_push(&w->sizes, 0))
         return TB_NO_MEMORY;
     w->group++;
     return TB_OK;
@@ -214,7 +214,7 @@ static tb_status cut_bands(const walk *w, size_t index, bool *is_cut) {
     for (int d = 1; d < e->most.ndim; d++)
         row *= e->most.dim[d];
     row = tb__dtype_bytes(e->dtype, row);
-    if (e->most.ndim < 2 || row == 0 || row * step > w->most || step >= e->most.dim[0] ||
+    if (e->most.ndim < 2 || row == 0 || row * step > w->c->most_nbytes || step >= e->most.dim[0] ||
         tb__encoding_is_global(&e->dst_encoding))
         return TB_OK;
     TB_TRY(find_bands(&w->tensors[index].spec, is_cut));
@@ -232,11 +232,16 @@ static tb_status cut_bands(const walk *w, size_t index, bool *is_cut) {
     return TB_OK;
 }
 
-static tb_status refuse_size(const walk *w, size_t index, int64_t nbytes) {
+tb_status tb__convert_measure_slot(void *convert, uint32_t group, size_t *nbytes) {
+    const tb__convert *c = convert;
+    *nbytes = (size_t)c->group_nbytes[group];
+    if (c->group_nbytes[group] <= c->most_nbytes)
+        return TB_OK;
     return tb__fail(TB_REFUSED,
                     "tensor '%.100s' has to be gathered before it is quantised, which takes %" PRId64
                     " bytes; staging_bytes leave %" PRId64 " for that",
-                    w->tensors[index].spec.name, nbytes, w->most);
+                    c->entries[c->order[c->units.item[c->unit_of[group]].first]].name, c->group_nbytes[group],
+                    c->most_nbytes);
 }
 
 static tb_status add_unit(walk *w, uint32_t host, unit u) {
@@ -252,8 +257,6 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
         TB_TRY(cut_bands(w, first, &is_cut));
     if (is_cut)
         nbytes = c->entries[first].nbytes;
-    if (nbytes > w->most)
-        return refuse_size(w, first, nbytes);
     if (is_cut || w->used < 0 || w->used + nbytes > w->slot) {
         TB_TRY(begin_group(w, host, c->units.count));
         w->used = 0;
@@ -267,7 +270,7 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
         c->entries[index].unit = c->units.count;
         w->used += c->entries[index].nbytes;
     }
-    w->largest = w->used > w->largest ? w->used : w->largest;
+    w->sizes.item[u.group] = w->used;
     if (u.is_global && !is_local(c->entries[first].how.scale_group))
         TB_TRY(find_ranks(c, w->tensors, &u));
     if (!tb__vec_push(&c->units, u)) {
@@ -276,8 +279,10 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
     }
     if (is_cut) {
         const entry *e = &c->entries[first];
-        for (int64_t at = e->band; at < e->most.dim[0]; at += e->band)
+        for (int64_t at = e->band; at < e->most.dim[0]; at += e->band) {
             TB_TRY(begin_group(w, host, c->units.count - 1));
+            w->sizes.item[w->group - 1] = nbytes;
+        }
         w->used = -1;
     }
     return TB_OK;
@@ -332,22 +337,20 @@ static tb_status walk_items(walk *w, const item *items) {
             b++;
         TB_TRY(add_host(w, items, a, b, &norder));
     }
-    tb__convert *c = w->c;
-    c->nslots = 2 * w->largest <= w->most ? 2 : 1;
-    c->slot_nbytes = (size_t)w->largest;
-    c->ngroups = w->group;
-    return tb__vec_push(&w->first_units, c->units.count) ? TB_OK : TB_NO_MEMORY;
+    w->c->ngroups = w->group;
+    return tb__vec_push(&w->first_units, w->c->units.count) ? TB_OK : TB_NO_MEMORY;
 }
 
-tb_status tb__convert_steps(tb__convert *c, tb__flow_tensor *tensors, int64_t most_nbytes) {
+tb_status tb__convert_steps(tb__convert *c, tb__flow_tensor *tensors) {
     TB_TRY(measure_slots(c, tensors));
     item *items = sort_items(c, tensors);
     c->order = tb__malloc(c->nentries, sizeof *c->order);
-    walk w = {.c = c, .tensors = tensors, .most = most_nbytes, .used = -1};
-    w.slot = most_nbytes / 2 < SLOT_NBYTES ? most_nbytes / 2 : SLOT_NBYTES;
+    walk w = {.c = c, .tensors = tensors, .used = -1};
+    w.slot = c->most_nbytes / 2 < SLOT_NBYTES ? c->most_nbytes / 2 : SLOT_NBYTES;
     tb_status status = items && c->order ? walk_items(&w, items) : TB_NO_MEMORY;
     free(items);
     c->user_groups = w.hosts.item;
     c->unit_of = w.first_units.item;
+    c->group_nbytes = w.sizes.item;
     return status;
 }

@@ -63,6 +63,7 @@ struct cuda_run {
         uint64_t *out;
     } sum;
     bool is_launched, is_cancelled;
+    size_t nwaiting;  /* streams that are being made to wait for it: its signals are not given back */
     tb_status status; /* of a launch that failed when parts of it were under way */
     char why[TB__FENCE_WHY_MAX];
     int64_t launched_us, asked_us;
@@ -340,6 +341,8 @@ static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
             launch(device, run);
         return true;
     }
+    if (run->nwaiting > 0)
+        return false;
     bool is_programs = run->non == 1 && !run->on[0].lane; /* its stream may stand still for any time */
     if (run->is_cancelled && is_programs) {
         complete(device, run, TB_CANCELLED, "it was cancelled");
@@ -423,14 +426,18 @@ static tb_status create_run(tb__fence *fence, const tb__run *what, size_t ngpus,
     return TB_OK;
 }
 
+/* With the lock held. The loop may be asleep. */
+static void wake_loop(cuda_device *device) {
+    device->is_timer_set = true;
+    tb__waker_wake(&device->waker);
+}
+
 /* `wakes`: the loop may be asleep. */
 static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
     run->fence->state = run;
     pthread_mutex_lock(&device->lock);
-    if (wakes) {
-        device->is_timer_set = true;
-        tb__waker_wake(&device->waker);
-    }
+    if (wakes)
+        wake_loop(device);
     TAILQ_INSERT_TAIL(&device->runs, run, link);
     atomic_fetch_add(&device->nruns, 1);
     pthread_mutex_unlock(&device->lock);
@@ -524,7 +531,9 @@ static tb_status wait_for_parts(const cuda_run *run, CUstream stream, const tb__
     return TB_OK;
 }
 
-/* A run that has not been launched yet is launched here, unless it waits for others. */
+/* A run that has not been launched yet is launched here, unless it waits for others. The lock is free while the stream
+ * is made to wait: where the stream is full, that lasts until a gate is opened, by a thread that may need the lock
+ * before. */
 static tb_status cuda_stream_wait(tb__device *base, const void *stream, const tb__fence *fence) {
     cuda_device *device = (cuda_device *)base;
     CUstream handle;
@@ -535,10 +544,16 @@ static tb_status cuda_stream_wait(tb__device *base, const void *stream, const tb
     cuda_run *run = find_run(device, fence);
     if (run && !run->is_launched && !run->is_cancelled && !find_obstacle(device, run))
         launch(device, run);
-    if (run && run->is_launched)
+    if (run && run->is_launched) {
+        run->nwaiting++;
+        pthread_mutex_unlock(&device->lock);
         status = wait_for_parts(run, handle, gpu);
-    else if (run)
+        pthread_mutex_lock(&device->lock);
+        run->nwaiting--;
+        wake_loop(device);
+    } else if (run) {
         status = tb__fail(TB_REFUSED, "a stream on %s can't wait for work that has not begun", gpu->unit);
+    }
     pthread_mutex_unlock(&device->lock);
     tb__gpu_pop();
     return status;
