@@ -202,6 +202,7 @@ static void in_two_places(rank *r) {
              .ntensors = 1,
              .shape = {3, {7, 128, 32}},
              .staging_bytes = 64 << 10,
+             .staged = true,
              .nseats = {1, 2},
              .layout = {"mesh=1 place=R", "mesh=2 place=Explicit(0, 6-7,1-3; 3-7,0-1)"}};
     member m;
