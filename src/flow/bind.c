@@ -162,7 +162,7 @@ typedef struct span {
     bool is_bad;         /* it overflows */
 } span;
 
-static void add_chunk_moves(const tb_chunk *chunk, const remote_tensor *p, tb_dtype dtype, span *out) {
+static void widen_span(const tb_chunk *chunk, const remote_tensor *p, tb_dtype dtype, span *out) {
     int64_t low = 0, high = 0, bits = tb_dtype_bits(dtype);
     for (int d = 0; d < chunk->ndim; d++) {
         int64_t start, stop;
@@ -195,8 +195,8 @@ static void find_spans(const tb__flow *flow, const member *m, span *spans) {
                 const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + k].chunk];
                 const remote_tensor *p = tb__member_find_tensor(m, chunk->tensor);
                 if (p)
-                    add_chunk_moves(chunk, p, flow->tensors[p->tensor].spec.src_dtype,
-                                    &spans[p - m->setup.remote_tensors.item]);
+                    widen_span(chunk, p, flow->tensors[p->tensor].spec.src_dtype,
+                               &spans[p - m->setup.remote_tensors.item]);
             }
         }
     }

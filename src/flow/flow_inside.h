@@ -215,6 +215,25 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
 /* Finishes a leg that ends, once its last copy operation is done. */
 void tb__flow_close_leg(tb__flow *flow, bool is_send);
 
+/* moves.c */
+tb_status tb__flow_list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out);
+/* Whether copies of this kind are of whole tensors, and have no parts. */
+bool tb__copy_is_whole(copy_kind kind);
+/* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
+tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
+/* The same of a whole bucket, with codecs: of COPY_PACK or COPY_UNPACK. */
+tb_status tb__flow_list_bucket(tb__flow *flow, bool packs, size_t bucket, tb__move_list *out);
+int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
+int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
+/* Whether the chunk's source and target are the same elements of the same memory. */
+bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
+size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
+char *tb__binding_at(const tb_binding *binding, const int64_t *index);
+/* The number of contiguous elements of a box; *outer: how many outer dims count such runs. */
+int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer);
+/* The index at which the n-th run of a box begins, for a box at `start`. */
+void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
+
 /* copy.c */
 /* Prepares the jobs of this kind, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
@@ -233,20 +252,6 @@ void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]);
 /* Cancels copies and waits for them. False: a device does not finish; the flow is freed when it does. */
 bool tb__flow_end_copies(tb__flow *flow);
 bool tb__copy_op_is_coded(const copy_op *c);
-/* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
-tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
-/* The same of a whole bucket, with codecs: of COPY_PACK or COPY_UNPACK. */
-tb_status tb__flow_list_bucket(tb__flow *flow, bool packs, size_t bucket, tb__move_list *out);
-int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
-int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
-/* Whether the chunk's source and target are the same elements of the same memory. */
-bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
-size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
-char *tb__binding_at(const tb_binding *binding, const int64_t *index);
-/* The number of contiguous elements of a box; *outer: how many outer dims count such runs. */
-int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer);
-/* The index at which the n-th run of a box begins, for a box at `start`. */
-void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
 
 /* stream.c */
 /* The point that the operation's next run waits for; NULL: none. */
