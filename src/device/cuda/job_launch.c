@@ -83,9 +83,14 @@ static tb_status choose_all(selection *s) {
     return add_range(&s->kernels[TB__CUDA_NKERNELS], 0, (uint32_t)part->transfers.count);
 }
 
-static tb__cuda_job_part *find_part(const tb__job *job, uint32_t number) {
-    size_t i = 0;
-    TB_BISECT(i, job->nparts, job->parts[i].number >= number);
+/* Parts are mostly asked for in their order. */
+static tb__cuda_job_part *find_part(tb__job *job, uint32_t number) {
+    size_t i = job->next_part;
+    if (i >= job->nparts || job->parts[i].number != number) {
+        i = 0;
+        TB_BISECT(i, job->nparts, job->parts[i].number >= number);
+    }
+    job->next_part = i + 1;
     return i < job->nparts && job->parts[i].number == number ? &job->parts[i] : NULL;
 }
 
