@@ -41,7 +41,7 @@ static void member_init(rank *r, member *m, const job *j) {
             store_init(s, j, &m->plain[t]);
             tensor.data = s->data;
             tensor.dtype = s->size.data_dtype;
-            tensor.encode = j->encode;
+            tensor.encode = t % 2 && j->odd_encode ? j->odd_encode : j->encode;
             tensor.scales = s->scales;
             tensor.scale = s->scale;
             tensor.scale_group = j->scale_group;
@@ -163,12 +163,15 @@ static void test_random(void **state) {
     }
 }
 
-/* Quantised by the sender, in boxes of whole blocks. */
+/* Quantised by the sender, in boxes of whole blocks; at times beside tensors that the receiver quantises. */
 static void test_sender(void **state) {
     (void)state;
     static const char *const places[] = {"mesh=2 place=Shard(0)", "mesh=2 place=Shard(1)", "mesh=2 place=Replicate"};
     for (int i = 0; i < 18; i++) {
         job j = {.encode = i % 2 ? "mxfp8(sender)" : "mxfp8(sender,swizzled)",
+                 .odd_encode = i % 3   ? NULL
+                               : i % 2 ? "mxfp8"
+                                       : "mxfp8(swizzled)",
                  .dtype = i % 4 < 2 ? TB_BF16 : TB_F32,
                  .ntensors = 3,
                  .shape = {2, {35, 192}},
@@ -405,6 +408,57 @@ static void test_fused(void **state) {
     run_ranks(fused, 1, 2, &shadow);
 }
 
+/* On one rank, from one quantised tensor to another. */
+static void requantise(rank *r) {
+    enum { ROWS = 256, COLUMNS = 128 };
+    static float numbers[ROWS * COLUMNS], scales[ROWS / 128 * COLUMNS / 128], wanted_scales[ROWS / 128 * COLUMNS / 128];
+    static uint8_t from[ROWS * COLUMNS], from_scales[ROWS * COLUMNS / 32], to[ROWS * COLUMNS], wanted[ROWS * COLUMNS];
+    const char *encode = r->scene->shared;
+    bool is_tensor = strcmp(encode, "fp8_tensor") == 0;
+    float scale = -1, wanted_scale = 0;
+    for (int i = 0; i < ROWS * COLUMNS; i++) /* which mxfp8 has exactly */
+        numbers[i] = (float)(i * 7919 % 15 - 7) * (i / COLUMNS % 2 ? 1 : 0.25F);
+    tb__quant_tensor source = {{.kind = TB__QUANT_MXFP8}, ROWS, COLUMNS, from, from_scales, 0};
+    tb__quant_rows rows = {numbers, TB_F32, COLUMNS};
+    quantised_make(&source, &rows);
+    tb__quant_tensor target = {
+        {.kind = is_tensor ? TB__QUANT_FP8_TENSOR : TB__QUANT_FP8_BLOCK}, ROWS, COLUMNS, wanted, wanted_scales, 0};
+    check_ok(tb__quant_scale(&(tb__quant_format){.kind = TB__QUANT_FP8_TENSOR}, 7, &wanted_scale));
+    target.scale = wanted_scale;
+    quantised_make(&target, &rows);
+    tb_pair *pairs[2];
+    tb_batch *batch;
+    tb_pair_opts a = {.size = sizeof a, .group = "a", .no_wait = true}, b = {.size = sizeof b, .group = "b"};
+    check_ok(tb_world_enter(r->world, "b", 0, 1));
+    check_ok(tb_pair_create(r->world, "p", "b", "mesh=1 place=R", &a, &pairs[0]));
+    check_ok(tb_pair_create(r->world, "p", "a", "mesh=1 place=R", &b, &pairs[1]));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    tb_tensor t = {.size = sizeof t, .dtype = TB_F8E4M3, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    t.data = from;
+    t.encode = "mxfp8";
+    t.scales = from_scales;
+    check_ok(tb_batch_add(batch, pairs[0], "w", &t));
+    t.data = to;
+    t.encode = encode;
+    t.scales = is_tensor ? NULL : scales;
+    t.scale = is_tensor ? &scale : NULL;
+    check_ok(tb_batch_add(batch, pairs[1], "w", &t));
+    memset(to, 0xa5, sizeof to);
+    memset(scales, 0xa5, sizeof scales);
+    check_ok(tb_reshard_execute(batch, "a", NULL, NULL, NULL));
+    check(memcmp(to, wanted, sizeof to) == 0);
+    check(is_tensor ? scale == wanted_scale : memcmp(scales, wanted_scales, sizeof scales) == 0);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pairs[0]);
+    tb_pair_destroy(pairs[1]);
+}
+
+static void test_requantise(void **state) {
+    (void)state;
+    run_ranks(requantise, 1, 0, "fp8_block");
+    run_ranks(requantise, 1, 0, "fp8_tensor");
+}
+
 /* Two tensors gather together on a rank that has a part of one of them only; the other one's scale is agreed on
  * without it. */
 static void apart(rank *r) {
@@ -488,12 +542,10 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),        cmocka_unit_test(test_sender),
-        cmocka_unit_test(test_listed),        cmocka_unit_test(test_in_two_places),
-        cmocka_unit_test(test_stacked),       cmocka_unit_test(test_blocks_are_cut),
-        cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_too_large),
-        cmocka_unit_test(test_fused),         cmocka_unit_test(test_apart),
-        cmocka_unit_test(test_wrong_tensors),
+        cmocka_unit_test(test_random),        cmocka_unit_test(test_sender),    cmocka_unit_test(test_listed),
+        cmocka_unit_test(test_in_two_places), cmocka_unit_test(test_stacked),   cmocka_unit_test(test_blocks_are_cut),
+        cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
+        cmocka_unit_test(test_requantise),    cmocka_unit_test(test_apart),     cmocka_unit_test(test_wrong_tensors),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }

@@ -15,6 +15,7 @@ enum { MOST_TENSORS = 5, MOST_SEATS = 3 };
 /* One batch: tensors of one kind, from group a, which has numbers, to group b, which has them quantised, and back. */
 typedef struct job {
     const char *encode, *scale_group, *layout[2];
+    const char *odd_encode; /* of every other tensor, with the same bits; NULL: the same */
     tb_dtype dtype;
     int ntensors;
     tb_shape shape;

@@ -55,6 +55,7 @@ typedef struct tb__move {
     uint64_t avg_divisor;           /* if over 1, a sum is divided by this before it is rounded */
     const tb__quantised *quantised; /* of QUANTISE and DEQUANTISE */
     float *amax;                    /* of AMAX; in host memory */
+    int64_t first_row;              /* of AMAX: that the source begins with, for messages */
     const char *name;               /* of the tensor, for messages; may be NULL. Borrowed by the job */
 } tb__move;
 

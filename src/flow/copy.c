@@ -51,6 +51,8 @@ static tb_phase phase_of(const copy_op *c) {
     case COPY_DIRECT:
     case COPY_STASH:
         return TB_PHASE_WIRE;
+    case COPY_GATHERED:
+        return c->converts ? TB_PHASE_WIRE : TB_PHASE_UNPACK;
     case COPY_COMMIT:
         return TB_PHASE_COMMIT;
     case COPY_PACK:
@@ -131,8 +133,22 @@ static bool run_next(copy_op *c, tb_status *status) {
     return false;
 }
 
-/* Whether another rank is the cause of a failed run: the host device could not read that rank's memory. */
+/* Whether a sender has withdrawn what the operation converted: it may have had anything in it by then. */
+static bool is_withdrawn(const copy_op *c) {
+    for (size_t i = 0; i < c->nparts; i++) {
+        const group *g =
+            c->kind == COPY_GATHERED ? tb__flow_find_group(c->flow, c->parts[i]) : tb__flow_group(c->flow, c->parts[i]);
+        if (tb__flow_check_exposures(c->flow, g) != TB_OK)
+            return true;
+    }
+    return false;
+}
+
+/* Whether another rank is the cause of a failed run: the host device could not read that rank's memory, or it has
+ * withdrawn it. */
 static bool is_failed_read(const copy_op *c, tb_status status) {
+    if (c->converts)
+        return is_withdrawn(c);
     return (c->kind == COPY_DIRECT || c->kind == COPY_STASH) && c->run.failed &&
            c->run.failed->ops == &tb__host_device_ops &&
            (status == TB_LOST || status == TB_INVALID || status == TB_CANCELLED);

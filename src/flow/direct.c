@@ -306,8 +306,6 @@ static void end_read(copy_op *c, tb_status status) {
     }
     for (size_t i = 0; i < c->nparts && status == TB_OK; i++)
         status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
-    if (status == TB_OK)
-        status = tb__flow_conclude(flow); /* groups that are done now were converted for other senders, too */
     tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
@@ -391,10 +389,12 @@ static uint32_t next_user_group(const tb__flow *flow, const lane *l) {
     return flow->o.user_groups ? flow->o.user_groups[number] : number;
 }
 
-/* Reads all ready buckets of one of the program's groups, starting with this lane. */
+/* Reads all ready buckets of one of the program's groups, starting with this lane: those that are converted where they
+ * are, or the others. */
 static tb_status read_buckets(tb__flow *flow, lane *first) {
     size_t n = flow->setup.ir->nchannels, count = 0;
     uint32_t number = next_user_group(flow, first);
+    bool converts = tb__flow_group(flow, first->channel->first_bucket + first->to_take)->is_converted;
     int64_t nbytes = 0;
     for (size_t i = 0; i < n; i++)
         count +=
@@ -406,13 +406,14 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
         lane *l = &flow->setup.lanes[((size_t)(first - flow->setup.lanes) + i) % n];
         while (nbytes < COPY_OP_BYTES && !l->overwrites_source && !l->first->is_coded && can_read(flow, l)) {
             size_t index = l->channel->first_bucket + l->to_take;
-            if (next_user_group(flow, l) != number)
+            if (next_user_group(flow, l) != number || tb__flow_group(flow, index)->is_converted != converts)
                 break;
             nbytes += flow->setup.paths[index].is_for_device ? 0 : flow->setup.ir->buckets[index].total_bytes;
             c->parts[c->nparts++] = (uint32_t)index;
             l->to_take = next_to_take(flow, l, l->to_take + 1);
         }
     }
+    c->converts = converts;
     c->end = end_read;
     tb__flow_start_copy_op(c);
     return TB_OK;

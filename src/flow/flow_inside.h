@@ -46,7 +46,7 @@ struct member {
 
 /* Copies of buckets, or of whole tensors. */
 typedef enum copy_kind {
-    COPY_DIRECT,       /* from senders' tensors to the targets */
+    COPY_DIRECT,       /* from senders' tensors to the targets, or to slots; or only magnitudes (is_read_twice) */
     COPY_STASH,        /* from senders' tensors to a bucket in the stash */
     COPY_PACK,         /* from sources to a bucket */
     COPY_CONTRIBUTE,   /* from sources to a contribution */
@@ -83,11 +83,13 @@ struct copy_op {
     char *scratch;     /* likewise: row-major boxes in host memory */
     uint32_t *parts;   /* buckets, or gathered groups */
     size_t nparts;
+    bool converts;         /* it converts or measures senders' tensors where they are */
     char *from, *to;       /* buffers */
     char why[TB__WHY_MAX]; /* message of a failure, for `end` */
     /* Called by the driver, between steps, or at once if there is nothing to copy. A failure has ended the leg before
-     * that. Only a failed read of another rank's memory (COPY_DIRECT, COPY_STASH) and a failed COPY_COMMIT are left to
-     * `end`. */
+     * that. Only a failed read of another rank's memory (see is_failed_read) and a failed COPY_COMMIT are left to
+     * `end`.
+     */
     void (*end)(copy_op *c, tb_status status);
     staged_bucket *staged_bucket; /* for `end` */
     bucket_message *message;      /* likewise, of a checksum */
@@ -126,7 +128,7 @@ struct flow_snapshot {
 struct flow_groups {
     bool has_steps;           /* some groups are written in steps of their own, when they are complete */
     size_t done, slots_done;  /* groups that are complete, and how many of them were gathered in slots */
-    size_t asked;             /* groups whose next step was asked for */
+    size_t asked;             /* groups whose magnitudes were sent before they were next */
     bool is_step_running;     /* the next gathered group is being measured or written */
     size_t user_groups_taken; /* by the program ... */
     bool takes_all;           /* ... which takes all of them as they arrive */
@@ -281,11 +283,12 @@ void tb__flow_free_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
 /* Counts a bucket of the group that has arrived. */
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
-/* Measures or writes the next group, if it is complete and gathered. */
+/* Measures or writes the next groups, if they are complete and have steps of their own. */
 tb_status tb__flow_step_gathered(tb__flow *flow, bool *did);
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 /* Whether the group is written in a step of its own, when it is complete. */
 bool tb__group_has_step(const group *g);
+const group *tb__flow_find_group(const tb__flow *flow, uint32_t number);
 const group *tb__flow_group(const tb__flow *flow, size_t bucket); /* of a bucket that this rank receives */
 
 /* send.c, recv.c */

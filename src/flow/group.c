@@ -40,8 +40,12 @@ static size_t find_group(const tb__flow *flow, uint32_t number) {
     return i;
 }
 
+const group *tb__flow_find_group(const tb__flow *flow, uint32_t number) {
+    return &flow->setup.groups.item[find_group(flow, number)];
+}
+
 const group *tb__flow_group(const tb__flow *flow, size_t bucket) {
-    return &flow->setup.groups.item[find_group(flow, flow->setup.ir->buckets[bucket].group)];
+    return tb__flow_find_group(flow, flow->setup.ir->buckets[bucket].group);
 }
 
 bool tb__group_has_step(const group *g) {
@@ -75,7 +79,7 @@ tb__device *tb__flow_slot_device(const tb__flow *flow) {
 static bool can_convert(const tb__flow *flow, const lane *l, size_t bucket) {
     const tb_bucket *b = &flow->setup.ir->buckets[bucket];
     const tb__gather *gather = &flow->o.gather;
-    if (l->nsenders != 1 || l->overwrites_source || flow->setup.paths[bucket].takes_staged)
+    if (l->nsenders != 1 || l->first->is_coded || l->overwrites_source || flow->setup.paths[bucket].takes_staged)
         return false;
     for (size_t i = 0; i < b->nentries; i++) {
         const tb_chunk *chunk = &flow->setup.ir->chunks[flow->setup.ir->entries[b->first_entry + i].chunk];
@@ -317,42 +321,57 @@ static void end_gathered_step(copy_op *c, tb_status status) {
     flow->groups.is_step_running = false;
     if (flow->recv.is_ending)
         return;
+    if (status != TB_OK) {
+        tb__flow_end_step_recv(flow, status, c->why);
+        return;
+    }
     if (c->kind == COPY_GATHERED)
         status = end_written(flow, c);
-    if (status != TB_OK)
-        tb__flow_abort(flow, false, status, tb_error_detail());
-    else
-        tb__flow_end_step_recv(flow, TB_OK, "");
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
-static tb_status fail_awaited(tb__flow *flow) {
-    const member *awaited = flow->ngone ? tb__flow_find_member(flow, flow->o.gather.awaits(flow->o.gather.arg)) : NULL;
+static tb_status ask_next(tb__flow *flow, const group *g, tb__gather_step *out) {
+    const tb__gather *gather = &flow->o.gather;
+    TB_TRY(tb__flow_check_exposures(flow, g));
+    return gather->next(gather->arg, flow, flow->recv.attempt, g->number, g->is_read_twice, out);
+}
+
+/* The group waits for a rank, which may be gone. The groups behind it that are complete send their magnitudes to other
+ * ranks meanwhile, each once. */
+static tb_status wait_for_group(tb__flow *flow, const group *next) {
+    const tb__gather *gather = &flow->o.gather;
+    struct flow_groups *groups = &flow->groups;
+    const group *all = flow->setup.groups.item;
+    tb__gather_step step;
+    groups->asked = groups->asked > groups->done ? groups->asked : groups->done + 1;
+    for (; groups->asked < flow->setup.groups.count; groups->asked++) {
+        const group *g = &all[groups->asked];
+        if (!next->is_read_twice || !g->is_read_twice || g->left > 0)
+            break;
+        TB_TRY(ask_next(flow, g, &step));
+    }
+    TB_TRY(ask_next(flow, next, &step)); /* the one that is awaited is that of the last group that was asked for */
+    const member *awaited = flow->ngone ? tb__flow_find_member(flow, gather->awaits(gather->arg)) : NULL;
     return awaited && awaited->is_gone ? tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited)) : TB_OK;
 }
 
-/* What to do with the next complete groups, and with how many of them: one of those with slots, or many of those that
- * were measured. All of these send their magnitudes to other ranks before the first waits for theirs. */
+/* What to do with the next groups, and with how many of them: one of those with slots, or all that are complete of
+ * those that were measured and belong to one group of the program. */
 static tb_status choose_step(tb__flow *flow, tb__gather_step *step, size_t *count) {
-    const tb__gather *gather = &flow->o.gather;
-    struct flow_groups *groups = &flow->groups;
-    const group *next = &flow->setup.groups.item[groups->done];
-    for (size_t i = groups->done; i < flow->setup.groups.count; i++) {
-        const group *g = &flow->setup.groups.item[i];
-        tb__gather_step of;
-        if (g->left > 0 || (g != next && !(next->is_read_twice && g->is_read_twice)))
+    const group *next = &flow->setup.groups.item[flow->groups.done], *g = next;
+    const group *end = flow->setup.groups.item + flow->setup.groups.count;
+    tb__gather_step same = TB__GATHER_WAIT;
+    TB_TRY(ask_next(flow, next, step));
+    if (*step == TB__GATHER_WAIT)
+        return wait_for_group(flow, next);
+    do {
+        g++;
+        if (g == end || !next->is_read_twice || !g->is_read_twice || g->left > 0 || g->user_group != next->user_group)
             break;
-        TB_TRY(tb__flow_check_exposures(flow, g));
-        TB_TRY(gather->next(gather->arg, flow, flow->recv.attempt, g->number, g->is_read_twice, &of));
-        if (g == next)
-            *step = of;
-        else if (of != *step && *step != TB__GATHER_WAIT)
-            break;
-        *count = i + 1 - groups->done;
-        groups->asked = i + 1 > groups->asked ? i + 1 : groups->asked;
-        if (*step == TB__GATHER_WAIT)
-            i = groups->asked - 1; /* those before have sent theirs */
-    }
-    return *step == TB__GATHER_WAIT ? fail_awaited(flow) : TB_OK;
+        TB_TRY(ask_next(flow, g, &same));
+    } while (same == *step);
+    *count = (size_t)(g - next);
+    return TB_OK;
 }
 
 tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
@@ -367,6 +386,7 @@ tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
     copy_op *c = tb__flow_new_copy_op(flow, false, step == TB__GATHER_MEASURE ? COPY_MEASURE : COPY_GATHERED, count);
     if (!c)
         return TB_NO_MEMORY;
+    c->converts = g->is_read_twice;
     while (c->nparts < count)
         c->parts[c->nparts++] = g++->number;
     c->end = end_gathered_step;

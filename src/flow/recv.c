@@ -37,10 +37,12 @@ bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucke
 }
 
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
+    size_t done = flow->groups.done;
     flow->targets.buckets_left--;
     tb__leg_add_bytes(&flow->recv, tb__flow_bucket_nbytes(flow, bucket));
     TB_TRY(tb__flow_count_group(flow, flow->setup.ir->buckets[bucket].group));
-    return tb__flow_count_arrived(flow, l);
+    TB_TRY(tb__flow_count_arrived(flow, l));
+    return flow->groups.done != done ? tb__flow_conclude(flow) : TB_OK; /* senders may have waited for these groups */
 }
 
 static void end_padding(copy_op *c, tb_status status) {
@@ -116,7 +118,7 @@ static bool step_receive(tb__flow *flow) {
     bool did = false;
     tb_status status = tb__flow_step_gathered(flow, &did);
     if (status != TB_OK) {
-        tb__flow_abort(flow, false, status, tb_error_detail());
+        tb__flow_await_reason(flow, false, status, tb_error_detail());
         return true;
     }
     if (did || has_all(flow))

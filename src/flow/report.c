@@ -145,9 +145,9 @@ tb_status tb__flow_fail_copy_op(const copy_op *c, tb_status status, const char *
         snprintf(names, sizeof names, "%stensors '%.60s' ... '%.60s'", is_staged ? "a staged bucket of " : "", first,
                  last);
     return tb__fail(status, "%.60s%s could not %s %s of %.80s: %s", flow->members[flow->self].peer->label, device,
-                    c->kind == COPY_SUM ? "compute the checksum of"
-                    : is_group          ? "convert"
-                                        : "copy",
+                    c->kind == COPY_SUM       ? "compute the checksum of"
+                    : is_group || c->converts ? "convert"
+                                              : "copy",
                     names, flow->what, inner);
 }
 

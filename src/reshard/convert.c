@@ -169,7 +169,7 @@ static tb_status list_amax(const tb__convert *c, unit *u, const char *slot, tb__
             continue;
         tb_shape shape = {.ndim = 2, .dim = {rows, e->how.dst->columns}};
         TB_TRY(tb_binding_contiguous((char *)(uintptr_t)slot, (int64_t)e->slot_offset, e->dtype, &shape, &box));
-        TB_TRY(tb__encoded_list_amax(&box, NULL, &u->amax, e->name, out));
+        TB_TRY(tb__encoded_list_amax(&shape, (const int64_t[]){0, 0}, &box, NULL, &u->amax, e->name, out));
     }
     return TB_OK;
 }
@@ -310,7 +310,9 @@ static tb_status list_chunk(void *arg, const tb_chunk *chunk, tb__gather_step st
     if (step == TB__GATHER_WRITE)
         return tb__encoded_list_write_box(e->how.dst, chunk->dst.start, &box, mapping, u->is_global ? &u->scale : NULL,
                                           e->name, out);
-    return u->is_global ? tb__encoded_list_amax(&box, mapping, &u->amax, e->name, out) : TB_OK;
+    return u->is_global
+               ? tb__encoded_list_amax(&e->how.dst->part.shape, chunk->dst.start, &box, mapping, &u->amax, e->name, out)
+               : TB_OK;
 }
 
 static bool must_measure(void *arg, uint32_t group) {

@@ -71,9 +71,9 @@ tb_status tb__encoded_list_write(const tb__encoded *encoded, int64_t first, int6
 bool tb__encoded_takes_box(const tb__encoded *encoded, const int64_t *start, const tb_binding *from);
 tb_status tb__encoded_list_write_box(const tb__encoded *encoded, const int64_t *start, const tb_binding *from,
                                      tb__mapping *mapping, const float *scale, const char *name, tb__move_list *out);
-/* Raises *amax to the largest magnitude in the box. */
-tb_status tb__encoded_list_amax(const tb_binding *from, tb__mapping *mapping, float *amax, const char *name,
-                                tb__move_list *out);
+/* Raises *amax to the largest magnitude in the box, which begins at `start` of a part of this shape. */
+tb_status tb__encoded_list_amax(const tb_shape *part, const int64_t *start, const tb_binding *from,
+                                tb__mapping *mapping, float *amax, const char *name, tb__move_list *out);
 
 /* Copies the global scale from host memory to the tensor's. */
 tb_status tb__encoded_list_scale(const float *from, float *to, tb__move_list *out);

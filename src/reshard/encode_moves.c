@@ -247,11 +247,25 @@ tb_status tb__encoded_list_write_box(const tb__encoded *e, const int64_t *start,
     return TB_OK;
 }
 
-tb_status tb__encoded_list_amax(const tb_binding *from, tb__mapping *mapping, float *amax, const char *name,
-                                tb__move_list *out) {
+/* The row of the part that is row i of a box of it. */
+static int64_t part_row(const tb_shape *part, const int64_t *start, const int64_t *len, int64_t i) {
+    int64_t row = 0, each = 1;
+    for (int d = part->ndim - 1; d-- > 0; each *= part->dim[d], i /= len[d])
+        row += (start[d] + i % len[d]) * each;
+    return row;
+}
+
+tb_status tb__encoded_list_amax(const tb_shape *part, const int64_t *start, const tb_binding *from,
+                                tb__mapping *mapping, float *amax, const char *name, tb__move_list *out) {
     row_source s = rows_of(from, mapping);
-    for (int64_t i = 0; i < s.rows; i += s.even)
-        TB_TRY(add_rows(out, &s, i, s.even, &(tb__move){.kind = TB__MOVE_AMAX, .amax = amax, .name = name}));
+    const int64_t *len = from->shape.dim;
+    for (int64_t i = 0, n; i < s.rows; i += n) {
+        int64_t first = part_row(part, start, len, i);
+        for (n = 1; (i + n) % s.even != 0 && part_row(part, start, len, i + n) == first + n;)
+            n++;
+        TB_TRY(add_rows(out, &s, i, n,
+                        &(tb__move){.kind = TB__MOVE_AMAX, .amax = amax, .first_row = first, .name = name}));
+    }
     return TB_OK;
 }
 

@@ -49,7 +49,7 @@ static void reset(void) {
     tb__monotonic_cond_init(&slow.changed);
     slow.fd = -1;
     slow.seen = slow.alias = NULL;
-    slow.used = 0;
+    slow.used = slow.nheld = 0;
     forget_allocations();
     slow_streams_reset();
     mend();

@@ -83,7 +83,7 @@ void slow_device_fail_call(slow_device_call call, long n, tb_status status);
 void slow_device_fail_run(long n, tb_status status, const char *why);
 /* The n-th run, or checksum, does some of its moves and stops there, cancelled or not, until runs are let go. */
 void slow_device_hold_run(long n);
-void slow_device_let_go(void); /* and waits until they have ended */
+void slow_device_let_go(void); /* and waits until those that had begun have ended */
 /* Nothing fails any more, and nothing is held. */
 void slow_device_mend(void);
 

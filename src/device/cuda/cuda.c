@@ -63,7 +63,6 @@ struct cuda_run {
         uint64_t *out;
     } sum;
     bool is_launched, is_cancelled;
-    size_t nwaiting;  /* streams that are being made to wait for it: its signals are not given back */
     tb_status status; /* of a launch that failed when parts of it were under way */
     char why[TB__FENCE_WHY_MAX];
     int64_t launched_us, asked_us;
@@ -341,8 +340,6 @@ static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
             launch(device, run);
         return true;
     }
-    if (run->nwaiting > 0)
-        return false;
     bool is_programs = run->non == 1 && !run->on[0].lane; /* its stream may stand still for any time */
     if (run->is_cancelled && is_programs) {
         complete(device, run, TB_CANCELLED, "it was cancelled");
@@ -426,18 +423,14 @@ static tb_status create_run(tb__fence *fence, const tb__run *what, size_t ngpus,
     return TB_OK;
 }
 
-/* With the lock held. The loop may be asleep. */
-static void wake_loop(cuda_device *device) {
-    device->is_timer_set = true;
-    tb__waker_wake(&device->waker);
-}
-
 /* `wakes`: the loop may be asleep. */
 static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
     run->fence->state = run;
     pthread_mutex_lock(&device->lock);
-    if (wakes)
-        wake_loop(device);
+    if (wakes) {
+        device->is_timer_set = true;
+        tb__waker_wake(&device->waker);
+    }
     TAILQ_INSERT_TAIL(&device->runs, run, link);
     atomic_fetch_add(&device->nruns, 1);
     pthread_mutex_unlock(&device->lock);
@@ -519,42 +512,44 @@ static tb_status cuda_stream_record(tb__device *device, const void *stream, tb__
     return TB_OK;
 }
 
-/* The stream's context is current. */
-static tb_status wait_for_parts(const cuda_run *run, CUstream stream, const tb__gpu *gpu) {
+/* With the lock held: what the stream has to wait for. */
+static size_t hold_signals(const cuda_run *run, tb__signal **out) {
+    size_t n = 0;
     for (size_t i = 0; i < run->non; i++) {
         if (run->on[i].is_over)
             continue;
-        CUresult result = tb__cuda.cuStreamWaitEvent(stream, run->on[i].signal->event, 0);
-        if (result != CUDA_SUCCESS)
-            return tb__cuda_fail(result, "cuStreamWaitEvent on %s", gpu->unit);
+        tb__signal_hold(run->on[i].signal);
+        out[n++] = run->on[i].signal;
     }
-    return TB_OK;
+    return n;
 }
 
-/* A run that has not been launched yet is launched here, unless it waits for others. The lock is free while the stream
- * is made to wait: where the stream is full, that lasts until a gate is opened, by a thread that may need the lock
- * before. */
+/* A run that has not been launched yet is launched here, unless it waits for others. The lock is free, and the run may
+ * end, while the stream is made to wait: where the stream is full, that lasts until a gate is opened, by a thread that
+ * may need the lock before. */
 static tb_status cuda_stream_wait(tb__device *base, const void *stream, const tb__fence *fence) {
     cuda_device *device = (cuda_device *)base;
     CUstream handle;
     tb__gpu *gpu;
+    tb__signal *signals[TB__MAX_GPUS];
+    size_t n = 0;
     TB_TRY(tb__stream_push(stream, &handle, &gpu));
     tb_status status = TB_OK;
     pthread_mutex_lock(&device->lock);
     cuda_run *run = find_run(device, fence);
     if (run && !run->is_launched && !run->is_cancelled && !find_obstacle(device, run))
         launch(device, run);
-    if (run && run->is_launched) {
-        run->nwaiting++;
-        pthread_mutex_unlock(&device->lock);
-        status = wait_for_parts(run, handle, gpu);
-        pthread_mutex_lock(&device->lock);
-        run->nwaiting--;
-        wake_loop(device);
-    } else if (run) {
+    if (run && run->is_launched)
+        n = hold_signals(run, signals);
+    else if (run)
         status = tb__fail(TB_REFUSED, "a stream on %s can't wait for work that has not begun", gpu->unit);
-    }
     pthread_mutex_unlock(&device->lock);
+    for (size_t i = 0; i < n; i++) {
+        CUresult result = status == TB_OK ? tb__cuda.cuStreamWaitEvent(handle, signals[i]->event, 0) : CUDA_SUCCESS;
+        if (result != CUDA_SUCCESS)
+            status = tb__cuda_fail(result, "cuStreamWaitEvent on %s", gpu->unit);
+        tb__signal_put(signals[i]);
+    }
     tb__gpu_pop();
     return status;
 }

@@ -152,6 +152,7 @@ typedef struct tb__signal {
     _Atomic uint32_t *word;
     CUdeviceptr address; /* of the word */
     uint32_t value;      /* that the word will have; each use has the next one */
+    _Atomic uint32_t refs;
     struct tb__signal *next;
 } tb__signal;
 
@@ -159,7 +160,8 @@ tb_status tb__signals_create(struct tb__signal_pool **out);
 /* The GPU's context is current, here and in `send`. */
 tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out);
 tb_status tb__signal_send(tb__signal *signal, CUstream stream);
-void tb__signal_put(tb__signal *signal); /* NULL is allowed. It may still be on its way */
+void tb__signal_hold(tb__signal *signal); /* as often as that, it has to be put again */
+void tb__signal_put(tb__signal *signal);  /* NULL is allowed. It may still be on its way */
 
 static inline bool tb__signal_has_come(const tb__signal *signal) {
     return atomic_load_explicit(signal->word, memory_order_acquire) == signal->value;

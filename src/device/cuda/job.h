@@ -125,7 +125,7 @@ struct tb__job {
     size_t ngpus;
     TB_VEC(tb__cuda_step) steps; /* by part; a move has one or more */
     tb__cuda_job_part *parts;    /* by number; the last one is a sentinel */
-    size_t nparts, next_part; /* the one after that which was found last */
+    size_t nparts, next_part;    /* the one after that which was found last */
     uint64_t nruns;
     tb__cuda_host_ranges host;
     uint64_t src_reach, dst_reach; /* bytes that moves use of the buffers of a run */

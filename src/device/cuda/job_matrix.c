@@ -123,7 +123,7 @@ static tb_status add_band(tb__job *job, uint32_t gpu, const band *b, const void 
     tb__cuda_quant quant = {.step = (uint32_t)job->steps.count,
                             .kind = move->kind,
                             .format = b->q ? b->q->format.kind : 0,
-                            .first = (b->q ? b->q->first : 0) + b->first,
+                            .first = (b->q ? b->q->first : move->first_row) + b->first,
                             .columns = move->len[1],
                             .scale = needs_scale && !is_scale_on_device ? b->q->scale : NULL,
                             .needs_scale = needs_scale && !is_scale_on_device,

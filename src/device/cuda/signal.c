@@ -83,10 +83,12 @@ tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out) {
     if (!signal->event) {
         CUresult result = tb__cuda.cuEventCreate(&signal->event, CU_EVENT_DISABLE_TIMING);
         if (result != CUDA_SUCCESS) {
+            atomic_store(&signal->refs, 1);
             tb__signal_put(signal);
             return tb__cuda_fail(result, "cuEventCreate on %s", gpu->unit);
         }
     }
+    atomic_store(&signal->refs, 1);
     *out = signal;
     return TB_OK;
 }
@@ -100,8 +102,12 @@ tb_status tb__signal_send(tb__signal *signal, CUstream stream) {
     return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "a signal on a stream of %s", signal->gpu->unit);
 }
 
+void tb__signal_hold(tb__signal *signal) {
+    atomic_fetch_add(&signal->refs, 1);
+}
+
 void tb__signal_put(tb__signal *signal) {
-    if (!signal)
+    if (!signal || atomic_fetch_sub(&signal->refs, 1) > 1)
         return;
     struct tb__signal_pool *pool = signal->gpu->signals;
     tb__signal **list = tb__signal_has_come(signal) ? &pool->free : &pool->late;
