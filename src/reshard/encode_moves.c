@@ -170,21 +170,21 @@ static row_source rows_of(const tb_binding *from, tb__mapping *mapping) {
 }
 
 /* Adds a move of `count` rows from this one on, which are even. The caller has set what concerns the destination. */
-static tb_status add_rows(tb__move_list *out, const row_source *s, int64_t row, int64_t count, tb__move *move) {
+static tb_status add_rows(tb__move_list *out, const row_source *s, int64_t row, int64_t count, tb__move move) {
     const tb_binding *from = s->from;
     int64_t element = row % s->even * s->stride, rest = row / s->even;
     for (int d = s->outer; d-- > 0; rest /= from->shape.dim[d])
         element += rest % from->shape.dim[d] * from->strides[d];
     const void *src = (const char *)from->base + from->offset + tb__dtype_bytes(from->dtype, 1) * element;
-    move->ndim = 2;
-    move->len[0] = count;
-    move->len[1] = s->columns;
-    move->nsrc = 1;
-    move->src = &src;
-    move->src_stride = (const int64_t[1][TB_MAX_DIMS]){{s->stride, 1}};
-    move->src_mapping = s->mapping ? &s->mapping : NULL;
-    move->src_dtype = from->dtype;
-    return tb__move_list_add(out, move);
+    move.ndim = 2;
+    move.len[0] = count;
+    move.len[1] = s->columns;
+    move.nsrc = 1;
+    move.src = &src;
+    move.src_stride = (const int64_t[1][TB_MAX_DIMS]){{s->stride, 1}};
+    move.src_mapping = s->mapping ? &s->mapping : NULL;
+    move.src_dtype = from->dtype;
+    return tb__move_list_add(out, &move);
 }
 
 /* ---- Storage ----------------------------------------------------------------------------------------------------- */
@@ -241,7 +241,7 @@ tb_status tb__encoded_list_write_box(const tb__encoded *e, const int64_t *start,
         tb__encoded_run r = next_even_run(e, start, &s, i);
         tb__quantised q = matrix_at(e, r.matrix, r.row);
         q.scale = scale;
-        TB_TRY(add_rows(out, &s, i, r.count, &(tb__move){.kind = TB__MOVE_QUANTISE, .quantised = &q, .name = name}));
+        TB_TRY(add_rows(out, &s, i, r.count, (tb__move){.kind = TB__MOVE_QUANTISE, .quantised = &q, .name = name}));
         i += r.count;
     }
     return TB_OK;
@@ -263,8 +263,8 @@ tb_status tb__encoded_list_amax(const tb_shape *part, const int64_t *start, cons
         int64_t first = part_row(part, start, len, i);
         for (n = 1; (i + n) % s.even != 0 && part_row(part, start, len, i + n) == first + n;)
             n++;
-        TB_TRY(add_rows(out, &s, i, n,
-                        &(tb__move){.kind = TB__MOVE_AMAX, .amax = amax, .first_row = first, .name = name}));
+        TB_TRY(
+            add_rows(out, &s, i, n, (tb__move){.kind = TB__MOVE_AMAX, .amax = amax, .first_row = first, .name = name}));
     }
     return TB_OK;
 }
@@ -362,7 +362,7 @@ tb_status tb__mxfp8_list_pack(const tb__quant_format *format, const tb_binding *
                            .data = in_buffer(offset),
                            .scales = in_buffer(offset + s.rows * s.columns)};
         tb__move move = {.kind = TB__MOVE_QUANTISE, .is_dst_in_buffer = true, .quantised = &q, .name = name};
-        TB_TRY(add_rows(out, &s, i, s.even, &move));
+        TB_TRY(add_rows(out, &s, i, s.even, move));
     }
     return TB_OK;
 }

@@ -310,7 +310,8 @@ static tb_status begin_step(quant_step *s, const tb__host_run *run, size_t index
     bool is_in_buffer = move->src_mapping && move->src_mapping[0] == TB__IN_BUFFER;
     const char *from = is_in_buffer ? run->src_buffer + (uintptr_t)move->src[0] : move->src[0];
     tb__quant_rows rows = {.data = (char *)(uintptr_t)from, .dtype = move->src_dtype, .stride = move->src_stride[0][0]};
-    return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : move->first_row, move->len[0], move->len[1], &rows);
+    return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : move->first_row, move->len[0], move->len[1],
+                           &rows);
 }
 
 static tb_status name_failure(tb_status status, const tb__move *move) {
