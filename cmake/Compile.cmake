@@ -1,4 +1,4 @@
-# How every C file of the project is compiled. gcc and clang know every flag here, so that one
+# How every file of the project is compiled, all of them C but one of a test's. gcc and clang know every flag here, so that one
 # compile_commands.json serves the compiler and clang-tidy alike.
 
 set(CMAKE_C_STANDARD 17)
@@ -16,14 +16,12 @@ add_compile_options(
     -Wconversion
     -Wno-sign-conversion
     -Wformat=2
-    -Wmissing-prototypes
-    -Wold-style-definition
     -Wpointer-arith
     -Wshadow
-    -Wstrict-prototypes
     -Wundef
     -Wvla
     -Wwrite-strings
+    "$<$<COMPILE_LANGUAGE:C>:-Wmissing-prototypes;-Wold-style-definition;-Wstrict-prototypes>"
     # Results must be the same bits on every path, including those that may use fused multiply-add.
     -ffp-contract=off
 )

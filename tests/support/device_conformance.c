@@ -133,6 +133,7 @@ static const struct {
 } parts[] = {
     {"lifetimes", check_lifetimes},
     {"moves", check_moves},
+    {"matrices", check_matrices},
     {"casts", check_casts},
     {"reductions", check_reductions},
     {"parts of jobs", check_parts_of_jobs},

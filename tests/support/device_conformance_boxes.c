@@ -1,6 +1,8 @@
 /* Random moves, what they should do, and checks that they do that: shapes, casts, reductions. */
 #include "device_conformance_inside.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -316,6 +318,70 @@ void check_moves(suite *s) {
             add_box(s, &b, &r, (uint32_t)rng_range(&s->g, 0, 3));
         }
         run_boxes(s, &b, "a random job");
+        free_boxes(&b);
+    }
+}
+
+/* A move of a matrix, whose rows have gaps between them, from the same or, transposed, from columns. Mostly aligned. */
+static void add_matrix(suite *s, boxes *b, const box_rules *rules, int64_t rows, int64_t columns, bool is_transposed) {
+    box *x = &b->box[b->n++];
+    int64_t unit = rng_range(&s->g, 0, 3) ? 16 : 1, gap = unit * rng_range(&s->g, 1, 3);
+    int64_t dst_step = tb__align(columns + gap, unit);
+    int64_t src_step = tb__align((is_transposed ? rows : columns) + gap, unit);
+    x->move = (tb__move){.ndim = 2,
+                         .len = {rows, columns},
+                         .dst_stride = {dst_step, 1},
+                         .nsrc = rules->nsrc,
+                         .op = rules->op,
+                         .src_dtype = rules->src_dtype,
+                         .wire_dtype = rules->wire_dtype,
+                         .dst_dtype = rules->dst_dtype,
+                         .src = x->src,
+                         .src_stride = (const int64_t(*)[TB_MAX_DIMS])x->src_stride};
+    area *src = &b->areas[AREA_SRC], *dst = &b->areas[AREA_DST];
+    int64_t src_nbytes = (is_transposed ? columns : rows) * src_step * (int64_t)number_size(rules->src_dtype);
+    for (uint32_t k = 0; k < rules->nsrc; k++) {
+        int64_t offset = rng_range(&s->g, 0, (int64_t)src->nbytes - src_nbytes);
+        x->src_area[k] = AREA_SRC;
+        x->src_offset[k] = (size_t)(offset - offset % unit);
+        x->src[k] = src->at + x->src_offset[k];
+        x->src_stride[k][0] = is_transposed ? 1 : src_step;
+        x->src_stride[k][1] = is_transposed ? src_step : 1;
+    }
+    x->dst_area = AREA_DST;
+    x->dst_offset = (size_t)tb__align((int64_t)b->used[AREA_DST], unit);
+    x->move.dst = dst->at + x->dst_offset;
+    b->used[AREA_DST] = x->dst_offset + (size_t)(rows * dst_step) * number_size(rules->dst_dtype);
+    assert_true(b->used[AREA_DST] <= dst->nbytes);
+}
+
+/* What is large enough for a device to have other ways for it: rows, sums of few, casts, transposes. */
+void check_matrices(suite *s) {
+    static const tb_dtype dtypes[] = {TB_U8, TB_I16, TB_F32, TB_I64};
+    boxes b;
+    for (int pass = 0; pass < (LESS > 1 ? 1 : 3); pass++) {
+        make_boxes(s, &b, 64, (size_t)16 << 20);
+        for (int i = 0; i < 4; i++) { /* by the bytes of an element */
+            box_rules r = {.src_dtype = dtypes[i], .wire_dtype = dtypes[i], .dst_dtype = dtypes[i], .nsrc = 1};
+            int64_t size = 16 * rng_range(&s->g, 5, 12);
+            add_matrix(s, &b, &r, size, size, true);
+            add_matrix(s, &b, &r, rng_range(&s->g, 16, 300), rng_range(&s->g, 16, 300), true);
+            add_matrix(s, &b, &r, 70, rng_range(&s->g, 1000, 2000), false);
+        }
+        box_rules bytes = {.src_dtype = TB_U8, .wire_dtype = TB_U8, .dst_dtype = TB_U8, .nsrc = 1};
+        add_matrix(s, &b, &bytes, 50, 16 * rng_range(&s->g, 1800, 2000), false);
+        for (int src = 0; src < NFLOATS; src++) {
+            for (int dst = 0; dst < NFLOATS; dst++) {
+                bool has_wire = rng_range(&s->g, 0, 1);
+                box_rules r = {.src_dtype = floats[src], .dst_dtype = floats[dst], .nsrc = 1};
+                r.wire_dtype = has_wire ? floats[rng_range(&s->g, 0, NFLOATS - 1)] : floats[dst];
+                add_matrix(s, &b, &r, 13, 16 * rng_range(&s->g, 80, 100), false);
+                r.nsrc = (uint32_t)rng_range(&s->g, 2, 5);
+                r.op = rng_range(&s->g, 0, 2) ? TB_SUM : (tb_reduce_op)rng_range(&s->g, 0, TB_PRODUCT);
+                add_matrix(s, &b, &r, 3, 16 * rng_range(&s->g, 80, 100), false);
+            }
+        }
+        run_boxes(s, &b, "matrices");
         free_boxes(&b);
     }
 }

@@ -123,6 +123,7 @@ void stop_peers(suite *s);
 /* ---- Parts of the suite ---- */
 
 void check_moves(suite *s);
+void check_matrices(suite *s);
 void check_casts(suite *s);
 void check_reductions(suite *s);
 void check_parts_of_jobs(suite *s);

@@ -1,4 +1,5 @@
-/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c, host.c and stream.c. */
+/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c, host.c and stream.c; and
+ * launch.h, what those and kernels.cpp share. */
 #ifndef TB_TESTS_FAKE_CUDA_INSIDE_H
 #define TB_TESTS_FAKE_CUDA_INSIDE_H
 
@@ -6,8 +7,7 @@
 #include <cuda.h>
 #pragma GCC visibility pop
 
-#include "../fake_cuda_kernels.h"
-#include "device/cuda/kernels.h"
+#include "launch.h"
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -53,7 +53,6 @@ typedef struct fake {
 
 extern fake_state fake;
 
-__attribute__((noreturn)) __attribute__((format(printf, 1, 2))) void die(const char *format, ...);
 void lock(void);
 void unlock(void);
 uint64_t random_below(uint64_t n); /* with the lock held */
