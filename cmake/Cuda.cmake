@@ -143,9 +143,12 @@ function(tb_fake_cuda)
     target_include_directories(fake_cuda SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
     target_include_directories(fake_cuda PRIVATE ${PROJECT_SOURCE_DIR}/include)
     tb_show_internals(fake_cuda)
-    # Sanitizers do not know its stacks. Instead, what a GPU would not do is a trap.
-    set_source_files_properties(tests/support/fake_cuda/kernels.cpp PROPERTIES COMPILE_OPTIONS
-        "-O2;-fno-strict-aliasing;-fno-exceptions;-fno-sanitize=all;-fsanitize=undefined;-fno-sanitize=pointer-overflow;-fsanitize-undefined-trap-on-error;-Wno-conversion;-Wno-pedantic;-Wno-shadow;-Wno-sign-compare;-Wno-unknown-pragmas")
+    # Sanitizers do not know its stacks. Instead, what a GPU would not do is a trap; of zeros, kernels compute addresses
+    # of sources that there are not.
+    set(flags -O2 -fno-strict-aliasing -fno-exceptions -fno-sanitize=all -fsanitize=undefined
+        -fno-sanitize=pointer-overflow -fsanitize-undefined-trap-on-error
+        -Wno-conversion -Wno-pedantic -Wno-shadow -Wno-sign-compare -Wno-unknown-pragmas)
+    set_source_files_properties(tests/support/fake_cuda/kernels.cpp PROPERTIES COMPILE_OPTIONS "${flags}")
 endfunction()
 
 # tb_cuda_test(device/cuda/memory_test [TIMEOUT seconds] [GPUS n] [SOURCES file...]): a test that runs on the fake

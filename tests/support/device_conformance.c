@@ -111,7 +111,8 @@ void check_area(suite *s, const area *a, const char *what) {
     uint8_t *got = malloc(a->nbytes + 1);
     assert_non_null(got);
     get_area(s, a, got);
-    for (size_t i = 0; i < a->nbytes && memcmp(got, a->image, a->nbytes) != 0; i++) {
+    bool is_same = memcmp(got, a->image, a->nbytes) == 0;
+    for (size_t i = 0; i < a->nbytes && !is_same; i++) {
         if (got[i] != a->image[i])
             fail_msg("%s: byte %zu of %zu is 0x%02x, not 0x%02x", what, i, a->nbytes, got[i], a->image[i]);
     }
