@@ -155,7 +155,7 @@ static bool is_failed_read(const copy_op *c, tb_status status) {
 }
 
 /* A failure of this rank's own ends the leg at once. The leg can't close before `end` has returned. tb__flow_destroy
- * waits for the last line (ncopy_ops). */
+ * waits for the last line (nops). */
 static void finish_copy_op(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
