@@ -210,22 +210,19 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     tb__flow *flow = exchange->flows[src];
     bool is_unknown =
         tb__commit_outcome_is_unknown(&exchange->commits[0]) || tb__commit_outcome_is_unknown(&exchange->commits[1]);
-    if (t->opts.skip_lost) {
-        tb_status loss = check_exchange_usable(exchange, flow, t->is_send);
-        if (loss == TB_OK && is_unknown)
-            loss =
-                tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
-                         exchange->pair->name, t->batch->name);
-        if (loss != TB_OK)
-            return skip_part(p, loss);
-    } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
-        return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
-    } else if (flow && !tb__flow_may_begin(flow, t->is_send) && tb__flow_check_loss(flow) != TB_OK) {
-        return tb__flow_check_loss(flow);
-    } else if (is_unknown) {
-        return tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
-                        exchange->pair->name, t->batch->name);
-    }
+    bool may_begin = flow && tb__flow_may_begin(flow, t->is_send);
+    tb_status status = TB_OK;
+    if (t->opts.skip_lost)
+        status = check_exchange_usable(exchange, flow, t->is_send);
+    else if (exchange->state == EXCHANGE_BROKEN && !may_begin)
+        status = tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
+    else if (flow && !may_begin)
+        status = tb__flow_check_loss(flow);
+    if (status == TB_OK && is_unknown)
+        status = tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
+                          exchange->pair->name, t->batch->name);
+    if (status != TB_OK)
+        return t->opts.skip_lost ? skip_part(p, status) : status;
     p->flow = flow;
     p->commit = !t->is_send && exchange->commits[src].is_used ? &exchange->commits[src] : NULL;
     return t->is_send ? TB_OK : tb__exchange_check_padding(exchange, !side);
