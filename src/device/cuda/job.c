@@ -40,19 +40,29 @@ tb_status tb__cuda_add_step(tb__job *job, uint32_t gpu, int kernel, uint32_t fir
     return tb__vec_push(&job->steps, step) ? TB_OK : TB_NO_MEMORY;
 }
 
-tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t place, uint32_t ntiles) {
+static tb_status extend_stretches(tb__cuda_part_of_gpu *part, int kernel, tb__cuda_stretch next) {
+    if (part->stretches[kernel].count) {
+        const tb__cuda_stretch *last = &part->stretches[kernel].item[part->stretches[kernel].count - 1];
+        if (last->place == next.place && last->tile + (next.first - last->first) == next.tile)
+            return TB_OK;
+    }
+    return tb__vec_push(&part->stretches[kernel], next) ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t place, uint32_t first, uint32_t ntiles) {
     tb__cuda_part_of_gpu *part = &job->gpus[gpu];
-    uint32_t first = part->nitems[kernel];
-    if (ntiles > INT32_MAX / 16 - first) /* blocks of a launch, 16 for an item at most */
+    uint32_t item = part->nitems[kernel];
+    TB_TRY(extend_stretches(part, kernel, (tb__cuda_stretch){item, place, first}));
+    if (ntiles > INT32_MAX / 16 - item) /* blocks of a launch, 16 for an item at most */
         return tb__fail(TB_REFUSED, "a job of too many tiles");
     if (!tb__vec_reserve(&part->items[kernel], ntiles * sizeof(tb__cuda_tile)))
         return TB_NO_MEMORY;
     tb__cuda_tile *tile = (tb__cuda_tile *)(part->items[kernel].item + part->items[kernel].count);
     for (uint32_t i = 0; i < ntiles; i++)
-        tile[i] = (tb__cuda_tile){place, i};
+        tile[i] = (tb__cuda_tile){place, first + i};
     part->items[kernel].count += ntiles * sizeof *tile;
     part->nitems[kernel] += ntiles;
-    return tb__cuda_add_step(job, gpu, kernel, first, ntiles);
+    return tb__cuda_add_step(job, gpu, kernel, item, ntiles);
 }
 
 /* ---- Where moves are --------------------------------------------------------------------------------------------- */

@@ -17,6 +17,7 @@ typedef struct tb__cuda_block {
     void *pinned;               /* NULL: device memory only */
     CUdeviceptr pinned_address; /* for the GPU */
     CUdeviceptr device;         /* 0: pinned memory only */
+    size_t nclean;              /* results that `device` begins with, as take_results leaves them */
     LIST_ENTRY(tb__cuda_block) link;
 } tb__cuda_block;
 
@@ -74,9 +75,9 @@ typedef struct tb__cuda_step {
     uint16_t gpu;    /* of the job's */
 } tb__cuda_step;
 
-/* A move of a quantised tensor, or an amax. Its number is that of its result. */
+/* A move of a quantised tensor, or an amax. */
 typedef struct tb__cuda_quant {
-    uint32_t step;
+    uint32_t step, result; /* moves whose rows follow each other share a result */
     tb__move_kind kind;
     tb__quant_kind format;
     int64_t first, columns;
@@ -92,16 +93,24 @@ typedef struct tb__cuda_transfer {
     uint32_t flags;
 } tb__cuda_transfer;
 
+/* Items from `first` on, up to those of the next stretch, are tiles `tile` and on of what is at `place`. */
+typedef struct tb__cuda_stretch {
+    uint32_t first, place, tile;
+} tb__cuda_stretch;
+
 /* What a GPU does of a job. */
 typedef struct tb__cuda_part_of_gpu {
     tb__gpu *gpu;
     TB_VEC(uint8_t) heap;
     TB_VEC(uint8_t) items[TB__CUDA_NKERNELS]; /* until they are uploaded */
+    TB_VEC(tb__cuda_stretch) stretches[TB__CUDA_NKERNELS];
     uint32_t nitems[TB__CUDA_NKERNELS];
     uint64_t offset[TB__CUDA_NKERNELS]; /* of the items in `memory`, which begins with the heap */
     tb__cuda_block *memory;
     TB_VEC(tb__cuda_transfer) transfers;
     TB_VEC(tb__cuda_quant) quants;
+    uint32_t nresults;
+    uint32_t last_matrix; /* place, if there are quants */
 } tb__cuda_part_of_gpu;
 
 typedef struct tb__cuda_job_part {
@@ -139,7 +148,7 @@ tb_status tb__cuda_add_matrix(tb__job *job, uint32_t gpu, const tb__move *move, 
 
 /* Shared by both: bytes of the heap, and tiles of what is there. */
 void *tb__cuda_heap_add(tb__cuda_part_of_gpu *part, size_t nbytes, uint32_t *place); /* NULL: no memory */
-tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t place, uint32_t ntiles);
+tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t place, uint32_t first, uint32_t ntiles);
 tb_status tb__cuda_add_step(tb__job *job, uint32_t gpu, int kernel, uint32_t first, uint32_t count);
 tb__cuda_divisor tb__cuda_divide_by(uint32_t by);
 

@@ -10,7 +10,6 @@
 enum {
     SLOT = 16,               /* bytes */
     PIECES_BELOW = 32 << 10, /* bytes of a contiguous copy that is cut into pieces */
-    LONG_TILES = 256,        /* tiles of a box from which on it has fewer items */
     ENGINE_NBYTES = 1 << 20, /* of a contiguous copy from or to host memory that the copy engine does */
     ENGINE_COPIES = 64,      /* of a job, at most */
     TRANSPOSE_MIN = 16,      /* elements along both dimensions */
@@ -202,9 +201,25 @@ static tb__cuda_box *add_box(tb__job *job, uint32_t gpu, const nest *n, const in
 static tb_status add_rows(tb__job *job, uint32_t gpu, const nest *n, tb__cuda_box *box, uint32_t place, int kernel,
                           uint64_t per_row) {
     uint64_t nslots = count_rows(n) * per_row, slots = tb__cuda_kernel_shapes[kernel].slots;
+    box->nrows = (uint32_t)count_rows(n);
     box->per_row = tb__cuda_divide_by((uint32_t)per_row);
     box->nslots = (uint32_t)nslots;
-    return tb__cuda_add_tiles(job, gpu, kernel, place, (uint32_t)((nslots + slots - 1) / slots));
+    return tb__cuda_add_tiles(job, gpu, kernel, place, 0, (uint32_t)((nslots + slots - 1) / slots));
+}
+
+/* The same; tiles do not cross rows where that leaves few of their slots unused. */
+static tb_status add_tiled_rows(tb__job *job, uint32_t gpu, const nest *n, tb__cuda_box *box, uint32_t place,
+                                int kernel, uint64_t per_row) {
+    const tb__cuda_kernel_shape *shape = &tb__cuda_kernel_shapes[kernel];
+    uint64_t slots = shape->slots / shape->blocks, tiles = (per_row + slots - 1) / slots;
+    if (tiles * slots > per_row + per_row / 8)
+        return add_rows(job, gpu, n, box, place, kernel, per_row);
+    uint64_t ntiles = count_rows(n) * tiles;
+    box->flags |= TB__CUDA_ROW_TILES;
+    box->nrows = (uint32_t)count_rows(n);
+    box->per_row = tb__cuda_divide_by((uint32_t)tiles);
+    box->nslots = (uint32_t)per_row;
+    return tb__cuda_add_tiles(job, gpu, kernel, place, 0, (uint32_t)((ntiles + shape->blocks - 1) / shape->blocks));
 }
 
 /* ---- Plain copies ------------------------------------------------------------------------------------------------ */
@@ -285,7 +300,7 @@ static tb_status add_transpose(tb__job *job, uint32_t gpu, const nest *n, int64_
     box->nslots = (uint32_t)(tiles0 * tiles1 * outer);
     box->flags |= alignment_of(n, 0, along) % SLOT ? 0 : TB__CUDA_ALIGNED_SRC;
     box->flags |= alignment_of(n, -1, n->ndim - 1) % SLOT ? 0 : TB__CUDA_ALIGNED_DST;
-    return tb__cuda_add_tiles(job, gpu, kernel, place, box->nslots);
+    return tb__cuda_add_tiles(job, gpu, kernel, place, 0, box->nslots);
 }
 
 /* Rows of so many bytes, in steps of 1, 2, 4 or 8. */
@@ -308,8 +323,10 @@ static tb_status add_plain_rows(tb__job *job, uint32_t gpu, const nest *n, int64
     if (!is_aligned) /* slots are aligned in the destination: a row may begin and end inside of one */
         return add_rows(job, gpu, n, box, place, TB__CUDA_copy_shifted_rows, (uint64_t)(run + SLOT - 2) / SLOT + 1);
     uint64_t per_row = (uint64_t)run / SLOT;
-    bool is_long = count_rows(n) * per_row >= LONG_TILES * tb__cuda_kernel_shapes[TB__CUDA_copy_rows].slots;
-    return add_rows(job, gpu, n, box, place, is_long ? TB__CUDA_copy_long_rows : TB__CUDA_copy_rows, per_row);
+    uint64_t tiles = count_rows(n) * per_row / tb__cuda_kernel_shapes[TB__CUDA_copy_rows].slots;
+    uint64_t blocks = tb__cuda_kernel_shapes[TB__CUDA_copy_long_rows].blocks;
+    bool is_long = (tiles + blocks - 1) / blocks * blocks <= tiles + tiles / 8; /* few blocks have nothing to do */
+    return add_tiled_rows(job, gpu, n, box, place, is_long ? TB__CUDA_copy_long_rows : TB__CUDA_copy_rows, per_row);
 }
 
 /* Whether pinned memory is in one registration: the driver refuses copies that cross from one to the next. */
@@ -393,7 +410,7 @@ static tb_status add_numbers(tb__job *job, uint32_t gpu, const nest *n) {
         bits |= alignment_of(n, k, -1);
     box->flags |= bits % (uint64_t)(slot * n->src_size) ? 0 : TB__CUDA_ALIGNED_SRC;
     box->flags |= alignment_of(n, -1, -1) % (uint64_t)(slot * n->dst_size) ? 0 : TB__CUDA_ALIGNED_DST;
-    return add_rows(job, gpu, n, box, place, kernel, (uint64_t)((n->run + slot - 1) / slot));
+    return add_tiled_rows(job, gpu, n, box, place, kernel, (uint64_t)((n->run + slot - 1) / slot));
 }
 
 /* ---- Moves ------------------------------------------------------------------------------------------------------- */

@@ -14,8 +14,9 @@ struct tb__cuda_launch {
     tb__gpu *gpu;
     tb__cuda_block *block;  /* results, then lists of items; of a checksum: sums, then the bytes of the last block */
     tb__cuda_quant *quants; /* copies of those that were chosen, in their order */
-    uint32_t *results;      /* the number of each one's result */
-    size_t nquants;
+    uint32_t *results;      /* which result is each one's: its number less first_result */
+    size_t nquants, nresults;
+    uint32_t first_result;
     uint64_t *sum;
     size_t nbytes; /* of a checksum */
 };
@@ -147,8 +148,11 @@ static tb_status list_quants(tb__cuda_launch *launch, const selection *s, const 
             launch->results[launch->nquants++] = (uint32_t)q;
     }
     qsort(launch->results, launch->nquants, sizeof *launch->results, compare_quants);
-    for (size_t i = 0; i < launch->nquants; i++)
+    launch->first_result = part->quants.item[launch->results[0]].result;
+    for (size_t i = 0; i < launch->nquants; i++) {
         launch->quants[i] = part->quants.item[launch->results[i]];
+        launch->results[i] = launch->quants[i].result - launch->first_result;
+    }
     return TB_OK;
 }
 
@@ -237,12 +241,52 @@ static tb_status launch_kernel(tb__gpu *gpu, int kernel, tb__cuda_args *args, CU
         per_block = WARPS_OF_PIECES * TB__CUDA_WARP_PIECES;
     else if (kernel == TB__CUDA_copy_shifted_pieces)
         per_block = WARPS_OF_PIECES;
+    else if (kernel == TB__CUDA_copy_words)
+        per_block = TB__CUDA_BLOCK_WORDS;
+    else if (kernel == TB__CUDA_take_results)
+        per_block = TB__CUDA_BLOCK_RESULTS;
     uint32_t grid = (args->nitems + per_block - 1) / per_block * shape->blocks;
     void *params[] = {args};
     CUresult result =
         tb__cuda.cuLaunchKernel(gpu->kernels[kernel], grid, 1, 1, shape->threads, 1, 1, 0, stream, params, NULL);
     return result == CUDA_SUCCESS ? TB_OK
                                   : tb__cuda_fail(result, "kernel %s on %s", tb__cuda_kernel_names[kernel], gpu->unit);
+}
+
+static bool add_launch_range(tb__cuda_args *args, uint32_t *begin, uint32_t first, uint32_t place, uint32_t count) {
+    if (args->nranges == TB__CUDA_RANGES)
+        return false;
+    args->ranges[args->nranges++] = (tb__cuda_range){*begin, first, place};
+    *begin += count;
+    return true;
+}
+
+/* The ranges as tiles of what they are in, so that kernels need not look at items. False: these are too many. */
+static bool list_stretches(const tb__cuda_part_of_gpu *part, int kernel, const item_ranges *ranges,
+                           tb__cuda_args *args) {
+    size_t n = part->stretches[kernel].count;
+    const tb__cuda_stretch *all = part->stretches[kernel].item;
+    uint32_t begin = 0;
+    args->nranges = 0;
+    for (size_t i = 0; i < ranges->count && n; i++) {
+        uint32_t at = ranges->item[i].first, end = at + ranges->item[i].count;
+        size_t k = 0;
+        TB_BISECT(k, n, k + 1 == n || all[k + 1].first > at);
+        for (; at < end; k++) {
+            uint32_t last = k + 1 < n && all[k + 1].first < end ? all[k + 1].first : end;
+            if (!add_launch_range(args, &begin, all[k].tile + (at - all[k].first), all[k].place, last - at))
+                return false;
+            at = last;
+        }
+    }
+    return args->nranges > 0;
+}
+
+static void list_items(const item_ranges *ranges, tb__cuda_args *args) {
+    uint32_t begin = 0;
+    args->nranges = 0;
+    for (size_t i = 0; i < ranges->count; i++)
+        add_launch_range(args, &begin, ranges->item[i].first, (uint32_t)TB__CUDA_NO_PLACE, ranges->item[i].count);
 }
 
 static tb_status submit_kernel(const selection *s, int kernel, tb__cuda_args *args, CUdeviceptr *list,
@@ -252,13 +296,13 @@ static tb_status submit_kernel(const selection *s, int kernel, tb__cuda_args *ar
     args->items = part->memory->device + part->offset[kernel];
     args->nitems = ranges->nitems;
     args->list = 0;
-    args->nranges = 0;
     if (needs_list(ranges)) {
         args->list = *list;
+        args->nranges = 0;
         *list += ranges->nitems * sizeof(uint32_t);
+    } else if (!list_stretches(part, kernel, ranges, args)) {
+        list_items(ranges, args);
     }
-    for (size_t i = 0, begin = 0; !args->list && i < ranges->count; begin += ranges->item[i++].count)
-        args->ranges[args->nranges++] = (tb__cuda_range){ranges->item[i].first, (uint32_t)begin};
     return launch_kernel(part->gpu, kernel, args, stream);
 }
 
@@ -276,26 +320,42 @@ static tb_status submit_transfers(const selection *s, CUstream stream) {
     return TB_OK;
 }
 
-static tb_status submit(const tb__cuda_launch *launch, const selection *s, tb__cuda_args *args, size_t results_nbytes,
-                        size_t nbytes, CUstream stream) {
+static tb_status copy_between(tb__gpu *gpu, int kernel, CUdeviceptr dst, CUdeviceptr src, size_t nitems,
+                              CUstream stream) {
+    tb__cuda_args args = {.items = src, .results = dst, .nitems = (uint32_t)nitems};
+    return launch_kernel(gpu, kernel, &args, stream);
+}
+
+/* Whether the block on the GPU has to be written before the kernels run. */
+static bool needs_upload(const tb__cuda_launch *launch, size_t results_nbytes, size_t nbytes) {
+    bool needs_it = nbytes > results_nbytes || launch->block->nclean < launch->nresults;
+    for (size_t i = 0; i < launch->nquants && !needs_it; i++)
+        needs_it = launch->quants[i].needs_scale;
+    return needs_it;
+}
+
+static tb_status submit(tb__cuda_launch *launch, const selection *s, tb__cuda_args *args, size_t nbytes,
+                        CUstream stream) {
     tb__cuda_block *block = launch->block;
-    CUresult result = CUDA_SUCCESS;
+    size_t results_nbytes = launch->nresults * sizeof(tb__cuda_result);
     CUdeviceptr list = 0;
+    if (block && needs_upload(launch, results_nbytes, nbytes))
+        TB_TRY(copy_between(launch->gpu, TB__CUDA_copy_words, block->device, block->pinned_address,
+                            nbytes / sizeof(uint32_t), stream));
     if (block) {
-        result = tb__cuda.cuMemcpyHtoDAsync(block->device, block->pinned, nbytes, stream);
+        block->nclean = 0; /* until the launch is finished */
         args->results = block->device;
+        args->first_result = launch->first_result;
         list = block->device + results_nbytes;
     }
-    if (result != CUDA_SUCCESS)
-        return tb__cuda_fail(result, "cuMemcpyHtoDAsync of %zu bytes to %s", nbytes, launch->gpu->unit);
     TB_TRY(submit_transfers(s, stream));
     for (int k = 0; k < TB__CUDA_NKERNELS; k++) {
         if (s->kernels[k].nitems)
             TB_TRY(submit_kernel(s, k, args, &list, stream));
     }
-    if (launch->nquants)
-        result = tb__cuda.cuMemcpyAsync((uintptr_t)block->pinned, block->device, results_nbytes, stream);
-    return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "reading results of %s", launch->gpu->unit);
+    return launch->nresults ? copy_between(launch->gpu, TB__CUDA_take_results, block->pinned_address, block->device,
+                                           launch->nresults, stream)
+                            : TB_OK;
 }
 
 /* What can fail for want of memory comes before anything is submitted. */
@@ -307,12 +367,13 @@ static tb_status launch_selection(tb__cuda_launch *launch, selection *s, const t
     TB_TRY(list_quants(launch, s, run));
     TB_TRY(find_buffer(s->job, s->gpu, run->src_buffer, s->job->src_reach, &args.src_buffer));
     TB_TRY(find_buffer(s->job, s->gpu, run->dst_buffer, s->job->dst_reach, &args.dst_buffer));
-    size_t results_nbytes = launch->nquants ? part->quants.count * sizeof(tb__cuda_result) : 0, nbytes = results_nbytes;
+    launch->nresults = launch->nquants ? launch->results[launch->nquants - 1] + 1 : 0;
+    size_t results_nbytes = launch->nresults * sizeof(tb__cuda_result), nbytes = results_nbytes;
     for (int k = 0; k < TB__CUDA_NKERNELS; k++)
         nbytes += needs_list(&s->kernels[k]) ? s->kernels[k].nitems * sizeof(uint32_t) : 0;
     TB_TRY(fill_block(launch, s, results_nbytes, nbytes));
     *is_submitted = true;
-    return submit(launch, s, &args, results_nbytes, nbytes, stream);
+    return submit(launch, s, &args, nbytes, stream);
 }
 
 static void free_launch(tb__cuda_launch *launch) {
@@ -373,6 +434,8 @@ tb_status tb__cuda_launch_finish(tb__cuda_launch *launch) {
     const tb__cuda_result *results = reported;
     for (size_t i = 0; results && i < launch->nquants && status == TB_OK; i++)
         status = take_result(&launch->quants[i], &results[launch->results[i]]);
+    if (launch->block)
+        launch->block->nclean = launch->nresults;
     if (launch->sum && reported)
         take_sum(launch, reported);
     free_launch(launch);

@@ -5,6 +5,7 @@
 #include "base/int.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 #define MOST_ELEMENTS ((int64_t)1 << 30) /* of a matrix; counts of slots are below 2^31 */
 
@@ -40,21 +41,44 @@ static uint32_t option_flags(const tb__quant_format *format) {
            (format->is_swizzled ? TB__CUDA_SWIZZLED : 0);
 }
 
+/* Whether it makes a scale byte for each block of a row: the slots are these blocks. */
+static bool has_byte_scales(const band *b) {
+    return b->move->kind == TB__MOVE_QUANTISE && b->size.scale_nbytes && b->size.band == 1;
+}
+
 /* Slots of a row, and rows with those that only scales in tiles have. */
-static void measure_slots(const band *b, int64_t slot, tb__cuda_matrix *m, int64_t *nslots) {
+static void measure_slots(const band *b, int64_t slot, tb__cuda_matrix *m) {
     const tb__move *move = b->move;
     int64_t columns = move->len[1], rows = b->rows, per_row = (columns + slot - 1) / slot;
     if (move->kind == TB__MOVE_QUANTISE && b->q->format.kind == TB__QUANT_FP8_BLOCK) {
         per_row = b->size.scale_columns;
         rows = (rows + b->size.band - 1) / b->size.band;
     }
-    bool has_bytes = move->kind == TB__MOVE_QUANTISE && b->size.scale_nbytes && b->size.band == 1;
-    if (has_bytes)
-        per_row = b->q->format.is_swizzled ? tb__align(b->size.scale_columns, 4) : b->size.scale_columns;
-    if (has_bytes && b->q->format.is_swizzled && b->q->first + b->first + rows == b->q->rows)
-        rows = tb__align(b->q->rows, 128) - b->q->first - b->first;
+    if (has_byte_scales(b) && b->q->format.is_swizzled) {
+        per_row = tb__align(per_row, 4);
+        if (b->q->first + b->first + rows == b->q->rows)
+            rows = tb__align(b->q->rows, 128) - b->q->first - b->first;
+    }
     m->per_row = tb__cuda_divide_by((uint32_t)per_row);
-    *nslots = rows * per_row * (has_bytes ? b->size.block / slot : 1);
+    m->nslots = (uint32_t)(rows * per_row);
+}
+
+/* Lets tiles not cross rows, where the kernel gains from that and few of their slots are left unused. */
+static void keep_tiles_in_rows(tb__cuda_matrix *m, int kernel) {
+    bool gains = kernel == TB__CUDA_amax_2 || kernel == TB__CUDA_amax_4 || kernel == TB__CUDA_fp8_tensor_2 ||
+                 kernel == TB__CUDA_fp8_tensor_4;
+    uint32_t slots = tb__cuda_kernel_shapes[kernel].slots, per_row = m->per_row.by;
+    uint32_t tiles = (per_row + slots - 1) / slots;
+    if (!gains || (uint64_t)tiles * slots > per_row + per_row / 8)
+        return;
+    m->flags |= TB__CUDA_ROW_TILES;
+    m->nslots = per_row;
+    m->per_row = tb__cuda_divide_by(tiles);
+}
+
+static uint32_t count_tiles(const tb__cuda_matrix *m, int kernel) {
+    uint32_t slots = tb__cuda_kernel_shapes[kernel].slots;
+    return m->flags & TB__CUDA_ROW_TILES ? m->nrows * m->per_row.by : (m->nslots + slots - 1) / slots;
 }
 
 static uint64_t plain_alignment(const tb__move *move, const void *rows, int64_t step) {
@@ -64,7 +88,7 @@ static uint64_t plain_alignment(const tb__move *move, const void *rows, int64_t 
 /* Whether slots of the quantised data begin on whole vectors, as the kernels load or store them, in one block. */
 static bool is_data_aligned(const band *b, int64_t slot) {
     const tb__quantised *q = b->q;
-    uint64_t nbytes = (uint64_t)(b->size.data_dtype == TB_F4E2M1 ? slot / 2 : slot);
+    uint64_t nbytes = (uint64_t)tb__min64(b->size.data_dtype == TB_F4E2M1 ? slot / 2 : slot, 16);
     uint64_t step = (uint64_t)(b->size.data_dtype == TB_F4E2M1 ? q->columns / 2 : q->columns);
     return ((uintptr_t)q->data | (q->rows > 1 ? step : 0)) % nbytes == 0 && q->first_column % slot == 0 &&
            (b->move->kind == TB__MOVE_QUANTISE || q->rows == 1 || q->columns % slot == 0);
@@ -88,6 +112,55 @@ static void describe_tensor(const tb__job *job, uint32_t gpu, const band *b, int
         m->flags |= is_made ? TB__CUDA_ALIGNED_DST : TB__CUDA_ALIGNED_SRC;
 }
 
+/* The matrix as it would be if it began where `from` does. */
+static tb__cuda_matrix begin_with(tb__cuda_matrix m, const tb__cuda_matrix *from) {
+    m.rows_at = from->rows_at;
+    m.first = from->first;
+    m.nrows = from->nrows;
+    m.nslots = from->nslots;
+    m.result = from->result;
+    return m;
+}
+
+/* Where the rows follow those of the last matrix, as chunks of a tensor do, they become some more of its tiles: every
+ * other descriptor that kernels come to is one that they wait for. Tiles must not have rows of both. */
+static bool extend_matrix(tb__cuda_part_of_gpu *part, const tb__cuda_matrix *m, tb__cuda_quant *quant, int kernel,
+                          uint32_t *first_tile) {
+    if (part->quants.count == 0)
+        return false;
+    const tb__cuda_quant *before = &part->quants.item[part->quants.count - 1];
+    tb__cuda_matrix *last = (tb__cuda_matrix *)(part->heap.item + (size_t)part->last_matrix * TB__CUDA_HEAP_UNIT);
+    tb__cuda_matrix same = begin_with(*m, last);
+    bool is_in_rows = m->flags & TB__CUDA_ROW_TILES;
+    uint64_t slot_rows = last->nslots / last->per_row.by, slot_rows_of_m = m->nslots / m->per_row.by;
+    bool fits = is_in_rows || (last->nslots % tb__cuda_kernel_shapes[kernel].slots == 0 &&
+                               slot_rows * m->nrows == slot_rows_of_m * last->nrows); /* neither has padding */
+    bool follows = memcmp(last, &same, sizeof same) == 0 && before->kind == quant->kind &&
+                   before->format == quant->format && before->amax == quant->amax && before->scale == quant->scale &&
+                   before->name == quant->name && before->columns == quant->columns &&
+                   m->rows_at == last->rows_at + (uint64_t)last->nrows * (uint64_t)last->row_step &&
+                   m->first == last->first + last->nrows && fits &&
+                   ((int64_t)last->nrows + m->nrows) * m->columns <= MOST_ELEMENTS;
+    if (!follows)
+        return false;
+    *first_tile = count_tiles(last, kernel);
+    last->nrows += m->nrows;
+    last->nslots += is_in_rows ? 0 : m->nslots;
+    quant->first = before->first;
+    quant->result = before->result;
+    return true;
+}
+
+static tb_status add_matrix(tb__cuda_part_of_gpu *part, const tb__cuda_matrix *m, tb__cuda_quant *quant) {
+    tb__cuda_matrix *to = tb__cuda_heap_add(part, sizeof *m, &part->last_matrix);
+    if (!to)
+        return TB_NO_MEMORY;
+    quant->result = part->nresults++;
+    *to = *m;
+    to->result = quant->result;
+    return TB_OK;
+}
+
 static tb_status add_band(tb__job *job, uint32_t gpu, const band *b, const void *const *src, bool is_scale_on_device) {
     const tb__move *move = b->move;
     bool is_source = move->kind != TB__MOVE_DEQUANTISE;
@@ -95,30 +168,26 @@ static tb_status add_band(tb__job *job, uint32_t gpu, const band *b, const void 
     tb__cuda_part_of_gpu *part = &job->gpus[gpu];
     tb_dtype dtype = is_source ? move->src_dtype : move->dst_dtype;
     int64_t size = tb_dtype_bits(dtype) / 8, step = (is_source ? move->src_stride[0][0] : move->dst_stride[0]) * size;
-    int64_t slot = 16 / size, nslots;
+    int64_t slot = has_byte_scales(b) ? b->size.block : 16 / size;
     const char *rows = (const char *)(is_source ? src[0] : move->dst) + b->first * step;
-    uint32_t place;
-    tb__cuda_matrix *m = tb__cuda_heap_add(part, sizeof *m, &place);
-    if (!m)
-        return TB_NO_MEMORY;
-    *m = (tb__cuda_matrix){.rows_at = (uintptr_t)rows,
-                           .row_step = step,
-                           .columns = move->len[1],
-                           .nrows = (uint32_t)b->rows,
-                           .result = (uint32_t)part->quants.count,
-                           .dtype = (uint8_t)dtype};
+    tb__cuda_matrix m = {.rows_at = (uintptr_t)rows,
+                         .row_step = step,
+                         .columns = move->len[1],
+                         .nrows = (uint32_t)b->rows,
+                         .dtype = (uint8_t)dtype};
     if (!is_there)
-        m->rows_at = tb__cuda_translate(&job->host, gpu, (uintptr_t)rows, NULL);
+        m.rows_at = tb__cuda_translate(&job->host, gpu, (uintptr_t)rows, NULL);
     else
-        m->flags |= is_source ? TB__CUDA_SRC_IN_BUFFER : TB__CUDA_DST_IN_BUFFER;
+        m.flags |= is_source ? TB__CUDA_SRC_IN_BUFFER : TB__CUDA_DST_IN_BUFFER;
     if (is_source && move->kind == TB__MOVE_QUANTISE && move->is_dst_in_buffer)
-        m->flags |= TB__CUDA_DST_IN_BUFFER;
+        m.flags |= TB__CUDA_DST_IN_BUFFER;
     if (plain_alignment(move, rows, step) % 16 == 0)
-        m->flags |= is_source ? TB__CUDA_ALIGNED_SRC : TB__CUDA_ALIGNED_DST;
+        m.flags |= is_source ? TB__CUDA_ALIGNED_SRC : TB__CUDA_ALIGNED_DST;
     if (b->q)
-        describe_tensor(job, gpu, b, slot, is_scale_on_device, m);
-    measure_slots(b, slot, m, &nslots);
-    m->nslots = (uint32_t)nslots;
+        describe_tensor(job, gpu, b, slot, is_scale_on_device, &m);
+    int kernel = kernel_for(move, b->q);
+    measure_slots(b, slot, &m);
+    keep_tiles_in_rows(&m, kernel);
     bool needs_scale = b->q && (b->q->format.kind == TB__QUANT_FP8_TENSOR || b->q->format.kind == TB__QUANT_NVFP4);
     tb__cuda_quant quant = {.step = (uint32_t)job->steps.count,
                             .kind = move->kind,
@@ -129,11 +198,12 @@ static tb_status add_band(tb__job *job, uint32_t gpu, const band *b, const void 
                             .needs_scale = needs_scale && !is_scale_on_device,
                             .amax = move->amax,
                             .name = move->name};
-    int kernel = kernel_for(move, b->q);
-    int64_t slots = tb__cuda_kernel_shapes[kernel].slots;
+    uint32_t first_tile = 0;
+    if (!extend_matrix(part, &m, &quant, kernel, &first_tile))
+        TB_TRY(add_matrix(part, &m, &quant));
     if (!tb__vec_push(&part->quants, quant))
         return TB_NO_MEMORY;
-    return tb__cuda_add_tiles(job, gpu, kernel, place, (uint32_t)((nslots + slots - 1) / slots));
+    return tb__cuda_add_tiles(job, gpu, kernel, part->last_matrix, first_tile, count_tiles(&m, kernel));
 }
 
 static tb_status check_stride(const tb__move *move) {

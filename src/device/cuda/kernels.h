@@ -21,33 +21,35 @@
     X(transpose_2, 256, 1, 1)                                                                                          \
     X(transpose_4, 256, 1, 1)                                                                                          \
     X(transpose_8, 256, 1, 1)                                                                                          \
-    X(cast_1_1, 128, 1, 512) /* by the bytes of an element of the source and of the destination */                     \
-    X(cast_1_2, 128, 1, 1024)                                                                                          \
-    X(cast_1_4, 128, 1, 1024)                                                                                          \
-    X(cast_2_1, 128, 1, 512)                                                                                           \
-    X(cast_2_2, 128, 1, 512)                                                                                           \
-    X(cast_2_4, 128, 1, 1024)                                                                                          \
-    X(cast_4_1, 128, 1, 512)                                                                                           \
-    X(cast_4_2, 128, 1, 512)                                                                                           \
-    X(cast_4_4, 128, 1, 512)                                                                                           \
+    X(cast_1_1, 64, 1, 256) /* by the bytes of an element of the source and of the destination */                      \
+    X(cast_1_2, 64, 1, 512)                                                                                            \
+    X(cast_1_4, 64, 1, 512)                                                                                            \
+    X(cast_2_1, 64, 1, 256)                                                                                            \
+    X(cast_2_2, 64, 1, 256)                                                                                            \
+    X(cast_2_4, 64, 1, 512)                                                                                            \
+    X(cast_4_1, 64, 1, 256)                                                                                            \
+    X(cast_4_2, 64, 1, 256)                                                                                            \
+    X(cast_4_4, 64, 1, 256)                                                                                            \
     X(reduce_2_2, 128, 1, 256) /* the same; 8-bit floats go to number_any */                                           \
     X(reduce_2_4, 128, 1, 256)                                                                                         \
     X(reduce_4_2, 128, 1, 256)                                                                                         \
     X(reduce_4_4, 128, 1, 256)                                                                                         \
     X(number_any, 256, 1, 1024)                                                                                        \
-    X(mxfp8_2, 128, 1, 512) /* quantisers: by the bytes of an element of the source */                                 \
-    X(mxfp8_4, 128, 1, 512)                                                                                            \
-    X(fp8_block_2, 256, 1, 1) /* slots are blocks */                                                                   \
+    X(mxfp8_2, 128, 1, 128) /* quantisers: by the bytes of an element of the source; slots are blocks */               \
+    X(mxfp8_4, 128, 1, 128)                                                                                            \
+    X(fp8_block_2, 256, 1, 1)                                                                                          \
     X(fp8_block_4, 256, 1, 1)                                                                                          \
-    X(fp8_tensor_2, 128, 1, 512)                                                                                       \
+    X(fp8_tensor_2, 128, 1, 512) /* slots are 16 bytes */                                                              \
     X(fp8_tensor_4, 128, 1, 512)                                                                                       \
-    X(nvfp4_2, 128, 1, 512)                                                                                            \
-    X(nvfp4_4, 128, 1, 512)                                                                                            \
-    X(amax_2, 256, 1, 2048)                                                                                            \
-    X(amax_4, 256, 1, 2048)                                                                                            \
+    X(nvfp4_2, 128, 1, 256)                                                                                            \
+    X(nvfp4_4, 128, 1, 128)                                                                                            \
+    X(amax_2, 128, 1, 1024)                                                                                            \
+    X(amax_4, 128, 1, 1024)                                                                                            \
     X(dequantise_2, 128, 1, 512) /* by the bytes of an element of the destination */                                   \
     X(dequantise_4, 128, 1, 512)                                                                                       \
-    X(checksum, 256, 1, 1) /* items are blocks of the checksum */
+    X(checksum, 256, 1, 1)     /* items are blocks of the checksum */                                                  \
+    X(copy_words, 256, 1, 1)   /* items are words, from `items` to `results`; a block takes TB__CUDA_BLOCK_WORDS */    \
+    X(take_results, 256, 1, 1) /* items are results, likewise, and are reset; a block takes TB__CUDA_BLOCK_RESULTS */
 
 #define TB__CUDA_KERNEL_ID(name, threads, blocks, slots) TB__CUDA_##name,
 enum { TB__CUDA_KERNELS(TB__CUDA_KERNEL_ID) TB__CUDA_NKERNELS };
@@ -57,8 +59,11 @@ enum { TB__CUDA_KERNELS(TB__CUDA_KERNEL_ID) TB__CUDA_NKERNELS };
 
 enum {
     TB__CUDA_WARP_PIECES = 2,
+    TB__CUDA_BLOCK_WORDS = 1024,
+    TB__CUDA_BLOCK_RESULTS = 256,
     TB__CUDA_PIECE_MAX = 4096, /* bytes */
     TB__CUDA_RANGES = 16,
+    TB__CUDA_NO_PLACE = -1,
     TB__CUDA_HEAP_UNIT = 32,     /* bytes; places in the heap count in it */
     TB__CUDA_TRANSPOSE_SIDE = 64 /* words of a tile of transpose_1 to _4; _8 has half as many, of 8 bytes */
 };
@@ -73,7 +78,8 @@ enum {
     TB__CUDA_FLOOR = 32,        /* options of a quantised tensor */
     TB__CUDA_POWER_OF_TWO = 64,
     TB__CUDA_SWIZZLED = 128,
-    TB__CUDA_ANY_IN_BUFFER = 256 /* one of several sources is */
+    TB__CUDA_ANY_IN_BUFFER = 256, /* one of several sources is */
+    TB__CUDA_ROW_TILES = 512      /* each tile is in one row, and the last one of a row may be shorter */
 };
 
 /* n / by is n * magic >> shift, for n below 2^31. */
@@ -104,11 +110,13 @@ typedef struct tb__cuda_dim {
  * first two dimensions are those along which the destination and the source are contiguous. */
 typedef struct tb__cuda_box {
     uint64_t src, dst;
-    uint32_t flags, nsrc, ndim, nslots;
-    tb__cuda_divisor per_row; /* slots of a row; of a transpose: tiles along the first dimension */
+    uint32_t flags, nsrc, ndim;
+    uint32_t nslots;          /* of all rows; with ROW_TILES, of one */
+    tb__cuda_divisor per_row; /* slots of a row, or its tiles; of a transpose: tiles along the first dimension */
     tb__cuda_divisor across;  /* of a transpose: tiles along the second one */
     int64_t run;              /* of a row: bytes of a plain copy, else elements */
-    uint32_t unit;            /* copy_any: bytes of a slot */
+    uint32_t nrows;
+    uint32_t unit; /* copy_any: bytes of a slot */
     uint8_t src_dtype, wire_dtype, dst_dtype, op;
     float divisor;         /* of a sum; 0: there is none */
     uint32_t has_wire;     /* whether there is a cast to the wire dtype and another one from it */
@@ -126,8 +134,9 @@ typedef struct tb__cuda_matrix {
     int64_t rows;      /* of the tensor */
     int64_t columns;   /* of the plain rows */
     int64_t first_column, scale_columns;
-    uint32_t flags, result, nrows, nslots;
-    tb__cuda_divisor per_row; /* slots of a row; of fp8_block: blocks; of mxfp8 and nvfp4: scales */
+    uint32_t flags, result, nrows;
+    uint32_t nslots;          /* of all rows; with ROW_TILES, of one */
+    tb__cuda_divisor per_row; /* slots of a row, or its tiles */
     uint8_t kind, dtype, unused[2];
 } tb__cuda_matrix;
 
@@ -140,8 +149,10 @@ typedef struct tb__cuda_result {
     uint32_t has_bad_scale;
 } tb__cuda_result;
 
+/* Items of a launch: `begin` of them are before these. With a place they are tiles of what is there, from `first` on;
+ * else, and of pieces, `first` is the number of an item. */
 typedef struct tb__cuda_range {
-    uint32_t first, begin; /* item, and how many are before it in the launch */
+    uint32_t begin, first, place;
 } tb__cuda_range;
 
 typedef struct tb__cuda_args {
@@ -151,6 +162,7 @@ typedef struct tb__cuda_args {
     uint64_t src_buffer, dst_buffer; /* of the run */
     uint64_t results;                /* tb__cuda_result; of a checksum: the sums of blocks */
     uint32_t nitems, nranges;
+    uint32_t first_result; /* the number of the first one of `results` */
     tb__cuda_range ranges[TB__CUDA_RANGES];
 } tb__cuda_args;
 

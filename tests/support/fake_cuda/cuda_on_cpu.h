@@ -195,11 +195,11 @@ static inline uint32_t __shfl_xor_sync(uint32_t members, uint32_t value, uint32_
     return self->received;
 }
 
-template <class T> static inline T __ldcs(const T *p) {
+template <class T> static inline T __ldca(const T *p) {
     return *p;
 }
 
-template <class T> static inline void __stcs(T *p, T x) {
+template <class T> static inline void __stwb(T *p, T x) {
     *p = x;
 }
 
@@ -252,6 +252,14 @@ static inline uint64_t __umul64hi(uint64_t x, uint64_t y) {
 
 static inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
     return (uint32_t)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
+
+/* Bytes of the two words, the four that the lowest half bytes of `which` say. */
+static inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
+    uint32_t r = 0;
+    for (int i = 0; i < 4; i++)
+        r |= (uint32_t)(((uint64_t)y << 32 | x) >> (8 * (which >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return r;
 }
 
 /* The larger ones of two numbers of 16 bits each. */

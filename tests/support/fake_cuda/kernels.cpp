@@ -51,7 +51,8 @@ static void copy_piece(const launch &l, uint32_t item) {
     translate_address(l, &piece->dst, dst_base(l.args, piece->flags));
 }
 
-static uint32_t copy_box(const launch &l, size_t offset, const tb__cuda_box *from) {
+/* The number of its slots, as tiles of so many count them. */
+static uint64_t copy_box(const launch &l, size_t offset, const tb__cuda_box *from, uint32_t slots) {
     size_t nmore = from->nsrc > 1 ? from->nsrc - 1 : 0, words = 2 + from->ndim; /* of each source after the first */
     size_t nbytes = sizeof *from + from->ndim * sizeof(tb__cuda_dim);
     tb__cuda_box *box = (tb__cuda_box *)copy_descriptor(offset, from, nbytes + nmore * words * sizeof(uint64_t));
@@ -61,10 +62,10 @@ static uint32_t copy_box(const launch &l, size_t offset, const tb__cuda_box *fro
     translate_address(l, &box->dst, dst_base(l.args, box->flags));
     for (size_t k = 0; k < nmore; k++)
         translate_address(l, &more[k * words], src_base(l.args, (uint32_t)more[k * words + 1]));
-    return box->nslots;
+    return box->flags & TB__CUDA_ROW_TILES ? (uint64_t)box->nrows * box->per_row.by * slots : box->nslots;
 }
 
-static uint32_t copy_matrix(const launch &l, size_t offset, const void *from) {
+static uint64_t copy_matrix(const launch &l, size_t offset, const void *from, uint32_t slots) {
     tb__cuda_matrix *m = (tb__cuda_matrix *)copy_descriptor(offset, from, sizeof *m);
     bool is_back = is_kernel(l, "dequantise");
     uint64_t tensor_base = is_back ? 0 : dst_base(l.args, m->flags);
@@ -75,7 +76,7 @@ static uint32_t copy_matrix(const launch &l, size_t offset, const void *from) {
             translate_address(l, &m->scales, tensor_base);
         translate_address(l, &m->scale, 0);
     }
-    return m->nslots;
+    return m->flags & TB__CUDA_ROW_TILES ? (uint64_t)m->nrows * m->per_row.by * slots : m->nslots;
 }
 
 static void copy_pieces(launch *l) {
@@ -84,17 +85,19 @@ static void copy_pieces(launch *l) {
     l->args.items = (uint64_t)copies.bytes;
 }
 
-/* Boxes or matrices, of whose tiles each has so many slots. */
-static void copy_heap(launch *l, uint32_t slots) {
+/* Boxes or matrices, whose items have so many slots, and their tiles, of which a block takes one. */
+static void copy_heap(launch *l, uint32_t slots, uint32_t tile_slots) {
     bool is_box = is_kernel(*l, "copy") || is_kernel(*l, "transpose") || is_kernel(*l, "cast") ||
                   is_kernel(*l, "reduce") || is_kernel(*l, "number");
-    uint32_t nslots = 0, last = ~0U; /* place */
+    uint64_t nslots = 0;
+    uint32_t last = ~0U; /* place */
     for (uint32_t i = 0; i < l->args.nitems; i++) {
         tb__cuda_tile tile = find_tile(l->args, i);
         size_t offset = (size_t)tile.place * TB__CUDA_HEAP_UNIT;
         if (tile.place != last) {
             const void *from = l->translate(l->args.heap + offset);
-            nslots = is_box ? copy_box(*l, offset, (const tb__cuda_box *)from) : copy_matrix(*l, offset, from);
+            nslots = is_box ? copy_box(*l, offset, (const tb__cuda_box *)from, tile_slots)
+                            : copy_matrix(*l, offset, from, tile_slots);
         }
         last = tile.place;
         if ((uint64_t)tile.tile * slots >= nslots)
@@ -120,13 +123,14 @@ bool launch_kernel(const char *name, unsigned grid, const tb__cuda_args *args, v
     l.args.items = (uint64_t)translate(args->items);
     l.args.list = (uint64_t)translate(args->list);
     l.args.results = (uint64_t)translate(args->results);
-    bool is_pieces = i == TB__CUDA_copy_pieces || i == TB__CUDA_copy_shifted_pieces;
-    if (!is_pieces && grid != args->nitems * kernels[i].blocks)
+    bool has_pieces = i == TB__CUDA_copy_pieces || i == TB__CUDA_copy_shifted_pieces;
+    bool has_heap = !has_pieces && i < TB__CUDA_checksum;
+    if (has_heap && grid != args->nitems * kernels[i].blocks)
         die("%s: not as many blocks as items", name);
-    if (is_pieces)
+    if (has_pieces)
         copy_pieces(&l);
-    else if (i != TB__CUDA_checksum)
-        copy_heap(&l, kernels[i].slots);
+    if (has_heap)
+        copy_heap(&l, kernels[i].slots, kernels[i].slots / kernels[i].blocks);
     execute_kernel(kernels[i].kernel, grid, kernels[i].threads, &l.args);
     free(copies.bytes);
     copies = {nullptr, 0};

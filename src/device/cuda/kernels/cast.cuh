@@ -43,84 +43,106 @@ INLINE void store_slot(char *to, int64_t n, bool is_aligned, const uint32_t *w) 
     }
 }
 
-/* Whether all slots of a tile exist, and are aligned and full. */
-INLINE bool is_tile_whole(args_ref a, const tb__cuda_box *box, uint32_t end, int n) {
-    return is_src_aligned(a, box->flags) && is_dst_aligned(a, box->flags) && end <= box->nslots &&
-           box->run == (int64_t)box->per_row.by * n;
+INLINE tile_kind kind_of_box_tile(args_ref a, const tb__cuda_box *box, uint32_t tile, uint32_t slots, int n) {
+    bool is_aligned = is_src_aligned(a, box->flags) && is_dst_aligned(a, box->flags);
+    return kind_of_tile(box, is_aligned, box->run, tile, slots, n);
+}
+
+template <int SS, int DS> INLINE void cast_slot(const tb__cuda_box *box, const uint32_t *in, uint32_t *out) {
+    enum { N = slot_of<SS, DS>::N };
+    float x[N];
+    widen<SS, N>(box->src_dtype, in, x);
+    if (has_nan<N>(x)) {
+        uint32_t bits[N];
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            bits[k] = widen_exactly(box->src_dtype, get_element<SS>(in, k));
+        finish_exactly<DS, N>(box, bits, out);
+    } else {
+        if (box->has_wire)
+            round_through<N>(box->wire_dtype, x);
+        narrow<DS, N>(box->dst_dtype, x, out);
+    }
+}
+
+template <int SS, int DS, int TILE> INLINE void cast_row_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
+    enum { STEP = TILE / 64, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS };
+    slot_place first = find_slot(box, tile, TILE, threadIdx.x);
+    places at = find_row(a, box, first.row);
+    const char *from = at.src + (uint64_t)first.j * (4 * SW);
+    char *to = at.dst + (uint64_t)first.j * (4 * DW);
+    words<SW> in[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++)
+        in[i] = load_words<SW>(from + i * (64 * 4 * SW));
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        words<DW> out;
+        cast_slot<SS, DS>(box, in[i].w, out.w);
+        store_words<DW>(to + i * (64 * 4 * DW), out);
+    }
 }
 
 template <int SS, int DS, int TILE, bool IS_WHOLE>
-INLINE void cast_slots(args_ref a, const tb__cuda_box *box, uint32_t first) {
-    enum {
-        N = slot_of<SS, DS>::N,
-        STEP = TILE / 128,
-        SW = slot_of<SS, DS>::SRC_WORDS,
-        DW = slot_of<SS, DS>::DST_WORDS
-    };
-    uint32_t nslots = box->nslots, src_dtype = box->src_dtype, wire_dtype = box->wire_dtype, dst_dtype = box->dst_dtype;
-    const tb__cuda_divisor per_row = box->per_row;
+INLINE void cast_slots(args_ref a, const tb__cuda_box *box, uint32_t tile) {
+    enum { N = slot_of<SS, DS>::N, STEP = TILE / 64, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS };
     bool src_aligned = is_src_aligned(a, box->flags), dst_aligned = is_dst_aligned(a, box->flags);
-    bool has_wire = box->has_wire;
-    int64_t run = box->run;
     uint32_t in[STEP][SW];
     char *to[STEP];
     int64_t left[STEP];
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
+        slot_place slot = find_slot(box, tile, TILE, threadIdx.x + 64 * i);
         left[i] = 0;
-        if (IS_WHOLE || slot < nslots) {
-            places at = find_row(a, box, row);
-            to[i] = at.dst + (uint64_t)j * (N * DS);
-            left[i] = run - (int64_t)j * N;
-            load_slot<SS, N, IS_WHOLE>(at.src + (uint64_t)j * (N * SS), left[i], src_aligned, in[i]);
+        if (IS_WHOLE || slot.exists) {
+            places at = find_row(a, box, slot.row);
+            to[i] = at.dst + (uint64_t)slot.j * (N * DS);
+            left[i] = box->run - (int64_t)slot.j * N;
+            load_slot<SS, N, IS_WHOLE>(at.src + (uint64_t)slot.j * (N * SS), left[i], src_aligned, in[i]);
         }
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        float x[N];
         uint32_t out[DW];
         if (!IS_WHOLE && left[i] <= 0)
             continue;
-        widen<SS, N>(src_dtype, in[i], x);
-        if (has_nan<N>(x)) {
-            uint32_t bits[N];
-#pragma unroll
-            for (int k = 0; k < N; k++)
-                bits[k] = widen_exactly(src_dtype, get_element<SS>(in[i], k));
-            finish_exactly<DS, N>(box, bits, out);
-        } else {
-            if (has_wire)
-                round_through<N>(wire_dtype, x);
-            narrow<DS, N>(dst_dtype, x, out);
-        }
+        cast_slot<SS, DS>(box, in[i], out);
         store_slot<DS, N, IS_WHOLE>(to[i], left[i], dst_aligned, out);
     }
+}
+
+template <int SS, int DS, int TILE>
+static __device__ __noinline__ void cast_other_tile(args_ref a, const tb__cuda_box *box, uint32_t tile, bool is_whole) {
+    if (is_whole)
+        cast_slots<SS, DS, TILE, true>(a, box, tile);
+    else
+        cast_slots<SS, DS, TILE, false>(a, box, tile);
 }
 
 template <int SS, int DS, int TILE> INLINE void cast_tile(args_ref a) {
     tb__cuda_tile tile = find_tile(a, blockIdx.x);
     const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
-    uint32_t first = tile.tile * TILE + threadIdx.x;
-    if (is_tile_whole(a, box, (tile.tile + 1) * TILE, slot_of<SS, DS>::N))
-        cast_slots<SS, DS, TILE, true>(a, box, first);
+    tile_kind kind = kind_of_box_tile(a, box, tile.tile, TILE, slot_of<SS, DS>::N);
+    if (kind == ROW_TILE)
+        cast_row_tile<SS, DS, TILE>(a, box, tile.tile);
     else
-        cast_slots<SS, DS, TILE, false>(a, box, first);
+        cast_other_tile<SS, DS, TILE>(a, box, tile.tile, kind == WHOLE_TILE);
 }
 
 #define CAST(SS, DS, TILE)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(128) tb__cast_##SS##_##DS(const __grid_constant__ tb__cuda_args a) {  \
+    extern "C" __global__ void __launch_bounds__(64, 16)                                                               \
+        tb__cast_##SS##_##DS(const __grid_constant__ tb__cuda_args a) {                                                \
         cast_tile<SS, DS, TILE>(a);                                                                                    \
     }
-CAST(1, 1, 512)
-CAST(1, 2, 1024)
-CAST(1, 4, 1024)
-CAST(2, 1, 512)
-CAST(2, 2, 512)
-CAST(2, 4, 1024)
-CAST(4, 1, 512)
-CAST(4, 2, 512)
-CAST(4, 4, 512)
+CAST(1, 1, 256)
+CAST(1, 2, 512)
+CAST(1, 4, 512)
+CAST(2, 1, 256)
+CAST(2, 2, 256)
+CAST(2, 4, 512)
+CAST(4, 1, 256)
+CAST(4, 2, 256)
+CAST(4, 4, 256)
 
 /* ---- Reductions -------------------------------------------------------------------------------------------------- */
 
@@ -162,11 +184,12 @@ template <int N> INLINE void apply_all(uint32_t op, float *acc, const float *x) 
     }
 }
 
-template <int SS, int DS, bool IS_WHOLE> INLINE void reduce_slots(args_ref a, const tb__cuda_box *box, uint32_t first) {
+enum { REDUCE_TILE = 256 };
+
+template <int SS, int DS, bool IS_WHOLE> INLINE void reduce_slots(args_ref a, const tb__cuda_box *box, uint32_t tile) {
     enum { N = slot_of<SS, DS>::N, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS };
     enum { STEP = 2, AT_ONCE = 4 }; /* slots of a thread, and sources that are loaded before they are combined */
-    uint32_t nslots = box->nslots, nsrc = box->nsrc, op = box->op, src_dtype = box->src_dtype;
-    const tb__cuda_divisor per_row = box->per_row;
+    uint32_t nsrc = box->nsrc, op = box->op, src_dtype = box->src_dtype;
     bool src_aligned = is_src_aligned(a, box->flags), dst_aligned = is_dst_aligned(a, box->flags);
     uint32_t row[STEP], j[STEP];
     char *to[STEP];
@@ -174,10 +197,10 @@ template <int SS, int DS, bool IS_WHOLE> INLINE void reduce_slots(args_ref a, co
     float acc[STEP][N];
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i;
-        row[i] = divide(slot, per_row);
-        j[i] = slot - row[i] * per_row.by;
-        left[i] = slot < nslots ? box->run - (int64_t)j[i] * N : 0;
+        slot_place slot = find_slot(box, tile, REDUCE_TILE, threadIdx.x + 128 * i);
+        row[i] = slot.row;
+        j[i] = slot.j;
+        left[i] = slot.exists ? box->run - (int64_t)slot.j * N : 0;
     }
     for (uint32_t k = 0; k < nsrc; k += AT_ONCE) {
         uint32_t in[AT_ONCE][STEP][SW];
@@ -242,36 +265,33 @@ template <int SS, int DS, bool IS_WHOLE> INLINE void reduce_slots(args_ref a, co
     }
 }
 
-/* A sum of few sources in whole slots, the usual reduction: all loads of a thread are under way together. */
+/* A sum of few sources in a tile of one row, the usual reduction: all loads of a thread are under way together. */
 enum { SUM_SOURCES = 4 };
 
-template <int SS, int DS, int DTYPE> INLINE void sum_slots(args_ref a, const tb__cuda_box *box, uint32_t first) {
+template <int SS, int DS, int DTYPE> INLINE void sum_row_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
     enum { N = slot_of<SS, DS>::N, SW = slot_of<SS, DS>::SRC_WORDS, DW = slot_of<SS, DS>::DST_WORDS, STEP = 2 };
-    uint32_t nsrc = box->nsrc, dst_dtype = box->dst_dtype;
-    const tb__cuda_divisor per_row = box->per_row;
-    words<SW> in[STEP][SUM_SOURCES];
-    char *to[STEP];
+    uint32_t nsrc = box->nsrc;
+    slot_place first = find_slot(box, tile, REDUCE_TILE, threadIdx.x);
+    places at = find_row(a, box, first.row);
+    words<SW> in[SUM_SOURCES][STEP];
 #pragma unroll
-    for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 128 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
-        places at = find_row(a, box, row);
-        to[i] = at.dst + (uint64_t)j * (N * DS);
-        in[i][0] = load_words<SW>(at.src + (uint64_t)j * (N * SS));
+    for (int k = 0; k < SUM_SOURCES; k++) {
+        if (k < nsrc) {
+            const char *from = k ? find_source_row(a, box, k, first.row) : at.src;
 #pragma unroll
-        for (int k = 1; k < SUM_SOURCES; k++) {
-            if (k < nsrc)
-                in[i][k] = load_words<SW>(find_source_row(a, box, k, row) + (uint64_t)j * (N * SS));
+            for (int i = 0; i < STEP; i++)
+                in[k][i] = load_words<SW>(from + (uint64_t)first.j * (N * SS) + i * (128 * N * SS));
         }
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         float acc[N], x[N];
-        uint32_t out[DW];
-        widen<SS, N>(DTYPE, in[i][0].w, acc);
+        words<DW> out;
+        widen<SS, N>(DTYPE, in[0][i].w, acc);
 #pragma unroll
         for (int k = 1; k < SUM_SOURCES; k++) {
             if (k < nsrc) {
-                widen<SS, N>(DTYPE, in[i][k].w, x);
+                widen<SS, N>(DTYPE, in[k][i].w, x);
                 apply_all<N>(TB_SUM, acc, x);
             }
         }
@@ -280,37 +300,37 @@ template <int SS, int DS, int DTYPE> INLINE void sum_slots(args_ref a, const tb_
 #pragma unroll
             for (int e = 0; e < N; e++)
                 bits[e] = acc[e] == acc[e] ? bits_of(acc[e]) : F32_NAN;
-            finish_exactly<DS, N>(box, bits, out);
+            finish_exactly<DS, N>(box, bits, out.w);
         } else {
-            narrow<DS, N>(dst_dtype, acc, out);
+            narrow<DS, N>(box->dst_dtype, acc, out.w);
         }
-        store_slot<DS, N, true>(to[i], N, true, out);
+        store_words<DW>(at.dst + (uint64_t)first.j * (N * DS) + i * (128 * N * DS), out);
     }
 }
 
 template <int SS, int DS>
-static __device__ __noinline__ void reduce_other_tile(args_ref a, const tb__cuda_box *box, uint32_t first, bool is_whole) {
+static __device__ __noinline__ void reduce_other_tile(args_ref a, const tb__cuda_box *box, uint32_t tile,
+                                                      bool is_whole) {
     if (is_whole)
-        reduce_slots<SS, DS, true>(a, box, first);
+        reduce_slots<SS, DS, true>(a, box, tile);
     else
-        reduce_slots<SS, DS, false>(a, box, first);
+        reduce_slots<SS, DS, false>(a, box, tile);
 }
 
 template <int SS, int DS> INLINE void reduce_tile(args_ref a) {
     enum { DTYPE = SS == 2 ? TB_BF16 : TB_F32 };
     tb__cuda_tile tile = find_tile(a, blockIdx.x);
     const tb__cuda_box *box = (const tb__cuda_box *)heap_at(a, tile.place);
-    uint32_t first = tile.tile * 256 + threadIdx.x;
-    bool is_whole = is_tile_whole(a, box, (tile.tile + 1) * 256, slot_of<SS, DS>::N);
+    tile_kind kind = kind_of_box_tile(a, box, tile.tile, REDUCE_TILE, slot_of<SS, DS>::N);
     bool is_sum = box->op == TB_SUM && box->divisor == 0 && !box->has_wire;
-    if (is_whole && is_sum && box->nsrc <= SUM_SOURCES && box->src_dtype == DTYPE)
-        sum_slots<SS, DS, DTYPE>(a, box, first);
+    if (kind == ROW_TILE && is_sum && box->nsrc <= SUM_SOURCES && box->src_dtype == DTYPE)
+        sum_row_tile<SS, DS, DTYPE>(a, box, tile.tile);
     else
-        reduce_other_tile<SS, DS>(a, box, first, is_whole);
+        reduce_other_tile<SS, DS>(a, box, tile.tile, kind != OTHER_TILE);
 }
 
 #define REDUCE(SS, DS)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(128)                                                                  \
+    extern "C" __global__ void __launch_bounds__(128, 7)                                                               \
         tb__reduce_##SS##_##DS(const __grid_constant__ tb__cuda_args a) {                                              \
         reduce_tile<SS, DS>(a);                                                                                        \
     }

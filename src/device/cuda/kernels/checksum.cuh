@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) tb__checksum(const __grid_cons
 #pragma unroll
         for (int i = 0; i < STRIPES / 2; i++) {
             const char *p = from + (half * 8 + i) * 64;
-            v[i] = is_aligned ? __ldcs((const uint4 *)p) : load_bytes(p, 16);
+            v[i] = is_aligned ? *(const uint4 *)p : load_bytes(p, 16);
         }
 #pragma unroll
         for (int i = 0; i < STRIPES / 2; i++) {

@@ -26,9 +26,9 @@ INLINE shifted_slot load_shifted(places row, int64_t run, uint32_t j, bool is_ze
     s.is_whole = at >= row.dst && at + 16 <= row.dst + run && from - shift + (shift ? 32 : 16) <= row.src + run;
     s.a = s.b = make_uint4(0, 0, 0, 0);
     if (s.is_whole && !is_zero) {
-        s.a = *(const uint4 *)(from - shift);
+        s.a = __ldca((const uint4 *)(from - shift));
         if (shift)
-            s.b = *(const uint4 *)(from - shift + 16);
+            s.b = __ldca((const uint4 *)(from - shift + 16));
     }
     return s;
 }
@@ -37,7 +37,7 @@ INLINE void store_shifted(const shifted_slot &s, places row, int64_t run, uint32
     char *at = aligned_slot(row, j);
     const char *from = source_of_slot(row, j);
     if (s.is_whole) {
-        __stcs((uint4 *)at, is_zero ? make_uint4(0, 0, 0, 0) : join(s.a, s.b, (uint32_t)(uint64_t)from & 15));
+        __stwb((uint4 *)at, is_zero ? make_uint4(0, 0, 0, 0) : join(s.a, s.b, (uint32_t)(uint64_t)from & 15));
         return;
     }
     int64_t low = row.dst - at, high = row.dst + run - at;
@@ -60,7 +60,7 @@ INLINE piece_ends load_piece(args_ref a, uint32_t i) {
     if (i >= a.nitems)
         return p;
     const uint4 *from = (const uint4 *)a.items + 2 * (uint64_t)find_item(a, i);
-    uint4 x = from[0], y = from[1];
+    uint4 x = __ldca(from), y = __ldca(from + 1);
     p.at.src = (const char *)(((uint64_t)x.y << 32 | x.x) + src_base(a, y.y));
     p.at.dst = (char *)(((uint64_t)x.w << 32 | x.z) + dst_base(a, y.y));
     p.nbytes = y.x;
@@ -68,6 +68,9 @@ INLINE piece_ends load_piece(args_ref a, uint32_t i) {
     p.is_aligned = (((uint64_t)p.at.src | (uint64_t)p.at.dst | p.nbytes) & 15) == 0;
     return p;
 }
+
+/* About as many pieces as are under way at a time: the descriptors of those after them are fetched early. */
+enum { PIECES_AHEAD = 12288 };
 
 /* Pieces that are aligned; those that are so but for the run's buffer go byte by byte. */
 extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __grid_constant__ tb__cuda_args a) {
@@ -77,6 +80,8 @@ extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __gr
 #pragma unroll
     for (int g = 0; g < G; g++)
         p[g] = load_piece(a, first + g);
+    if (lane == 0 && first + PIECES_AHEAD < a.nitems)
+        prefetch((const char *)a.items + sizeof(tb__cuda_piece) * find_item(a, first + PIECES_AHEAD));
 #pragma unroll
     for (int g = 0; g < G; g++) {
         if (!p[g].is_aligned) {
@@ -94,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __gr
             for (int i = 0; i < STEP; i++) {
                 v[g][i] = make_uint4(0, 0, 0, 0);
                 if (at + 512 * i < p[g].nbytes && !p[g].is_zero)
-                    v[g][i] = __ldcs((const uint4 *)(p[g].at.src + at + 512 * i));
+                    v[g][i] = __ldca((const uint4 *)(p[g].at.src + at + 512 * i));
             }
         }
 #pragma unroll
@@ -102,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __gr
 #pragma unroll
             for (int i = 0; i < STEP; i++) {
                 if (at + 512 * i < p[g].nbytes)
-                    __stcs((uint4 *)(p[g].at.dst + at + 512 * i), v[g][i]);
+                    __stwb((uint4 *)(p[g].at.dst + at + 512 * i), v[g][i]);
             }
         }
     }
@@ -158,53 +163,88 @@ INLINE void copy_shifted_tile(args_ref a, const tb__cuda_box *box, uint32_t tile
         const char *from = source_of_slot(at[i], j[i]);
         const uint4 *begin = (const uint4 *)((uint64_t)from & ~(uint64_t)15);
         if (is_inner[i] && !is_zero) {
-            v[i] = begin[0];
-            w[i] = begin[1];
+            v[i] = __ldca(begin);
+            w[i] = __ldca(begin + 1);
         }
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
         if (is_inner[i])
-            __stcs((uint4 *)aligned_slot(at[i], j[i]),
+            __stwb((uint4 *)aligned_slot(at[i], j[i]),
                    join(v[i], w[i], (uint32_t)(uint64_t)source_of_slot(at[i], j[i]) & 15));
         else if (first + 64 * i < nslots)
             copy_end_slot(at[i], box->run, j[i], is_zero);
     }
 }
 
-/* Of rows that are aligned; where the run's buffer is not, slots go byte by byte. */
+/* Byte by byte, where the run's buffer is not aligned. */
+static __device__ __noinline__ void copy_tile_slowly(args_ref a, const tb__cuda_box *box, uint32_t tile) {
+    bool is_zero = box->flags & TB__CUDA_ZERO;
+    for (uint32_t k = threadIdx.x; k < 256; k += 64) {
+        slot_place slot = find_slot(box, tile, 256, k);
+        if (!slot.exists)
+            continue;
+        places at = find_row(a, box, slot.row);
+#pragma unroll 1
+        for (uint64_t i = (uint64_t)slot.j * 16; i < (uint64_t)slot.j * 16 + 16; i++)
+            at.dst[i] = is_zero ? 0 : at.src[i];
+    }
+}
+
+INLINE void copy_row_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
+    enum { STEP = 4 };
+    slot_place first = find_slot(box, tile, 256, threadIdx.x);
+    bool is_zero = box->flags & TB__CUDA_ZERO;
+    uint32_t nslots = box->nslots;
+    if (!first.exists)
+        return;
+    places at = find_row(a, box, first.row);
+    const char *from = at.src + (uint64_t)first.j * 16;
+    char *to = at.dst + (uint64_t)first.j * 16;
+    uint4 v[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (first.j + 64 * i < nslots && !is_zero)
+            v[i] = __ldca((const uint4 *)(from + 1024 * i));
+    }
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        if (first.j + 64 * i < nslots)
+            __stwb((uint4 *)(to + 1024 * i), v[i]);
+    }
+}
+
+/* Of rows that are aligned. */
 INLINE void copy_tile(args_ref a, const tb__cuda_box *box, uint32_t tile) {
     enum { STEP = 4 };
-    uint32_t nslots = box->nslots, first = tile * 256 + threadIdx.x;
-    const tb__cuda_divisor per_row = box->per_row;
-    bool is_zero = box->flags & TB__CUDA_ZERO;
     uint4 v[STEP];
     char *to[STEP];
     if (((src_base(a, box->flags) | dst_base(a, box->flags)) & 15) != 0) {
-        for (uint32_t slot = first; slot < nslots && slot < tile * 256 + 256; slot += 64) {
-            uint32_t row = divide(slot, per_row), j = slot - row * per_row.by;
-            places at = find_row(a, box, row);
-#pragma unroll 1
-            for (uint64_t i = (uint64_t)j * 16; i < (uint64_t)j * 16 + 16; i++)
-                at.dst[i] = is_zero ? 0 : at.src[i];
-        }
+        copy_tile_slowly(a, box, tile);
         return;
     }
+    if (box->flags & TB__CUDA_ROW_TILES) {
+        copy_row_tile(a, box, tile);
+        return;
+    }
+    bool is_zero = box->flags & TB__CUDA_ZERO;
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        uint32_t slot = first + 64 * i, row = divide(slot, per_row), j = slot - row * per_row.by;
+        slot_place slot = find_slot(box, tile, 256, threadIdx.x + 64 * i);
+        to[i] = NULL;
         v[i] = make_uint4(0, 0, 0, 0);
-        if (slot < nslots) {
-            places at = find_row(a, box, row);
-            to[i] = at.dst + (uint64_t)j * 16;
+        if (slot.exists) {
+            places at = find_row(a, box, slot.row);
+            to[i] = at.dst + (uint64_t)slot.j * 16;
             if (!is_zero)
-                v[i] = __ldcs((const uint4 *)(at.src + (uint64_t)j * 16));
+                v[i] = __ldca((const uint4 *)(at.src + (uint64_t)slot.j * 16));
         }
     }
 #pragma unroll
     for (int i = 0; i < STEP; i++) {
-        if (first + 64 * i < nslots)
-            __stcs((uint4 *)to[i], v[i]);
+        if (to[i])
+            __stwb((uint4 *)to[i], v[i]);
     }
 }
 
@@ -255,5 +295,21 @@ extern "C" __global__ void __launch_bounds__(256) tb__copy_any(const __grid_cons
             if (unit == 16)
                 store_element(to[i] + 8, w[i], 8);
         }
+    }
+}
+
+/* Words of 4 bytes. What travels with a launch goes this way: a copy engine would make the kernels wait for it, and
+ * where several processes share the GPU, for their turn once more. */
+extern "C" __global__ void __launch_bounds__(256) tb__copy_words(const __grid_constant__ tb__cuda_args a) {
+    enum { STEP = TB__CUDA_BLOCK_WORDS / 256 };
+    const uint32_t *src = (const uint32_t *)a.items;
+    uint32_t first = blockIdx.x * TB__CUDA_BLOCK_WORDS + threadIdx.x, w[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++)
+        w[i] = first + 256 * i < a.nitems ? src[first + 256 * i] : 0;
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        if (first + 256 * i < a.nitems)
+            ((uint32_t *)a.results)[first + 256 * i] = w[i];
     }
 }

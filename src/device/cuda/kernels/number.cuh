@@ -6,7 +6,7 @@
 #include "access.cuh"
 #include "tensorbus/plan.h"
 
-enum : uint32_t { F32_INF = 0x7f800000, F32_NAN = 0x7fc00000, F32_ABS = 0x7fffffff };
+const uint32_t F32_INF = 0x7f800000, F32_NAN = 0x7fc00000, F32_ABS = 0x7fffffff;
 
 INLINE uint32_t bits_of(float x) {
     return __float_as_uint(x);

@@ -25,7 +25,7 @@ template <int E> struct vector_of {
 /* Up to 16 / E elements of a source line, `n` of which exist. */
 template <int E> INLINE vector_of<E> load_line(const char *p, int64_t n, bool is_aligned) {
     enum { N = 16 / E };
-    uint4 v = is_aligned && n >= N ? __ldcs((const uint4 *)p) : load_bytes(p, n < N ? (int)n * E : 16);
+    uint4 v = is_aligned && n >= N ? __ldca((const uint4 *)p) : load_bytes(p, n < N ? (int)n * E : 16);
     return vector_of<E>{{(uint64_t)v.y << 32 | v.x, (uint64_t)v.w << 32 | v.z}};
 }
 
@@ -102,7 +102,7 @@ template <int E> INLINE void transpose_tile(args_ref a) {
             out = make_uint4((uint32_t)w[0], (uint32_t)((uint64_t)w[0] >> 32), (uint32_t)w[1],
                              (uint32_t)((uint64_t)w[1] >> 32));
         if (dst_aligned && n >= PER_LINE)
-            __stcs((uint4 *)to, out);
+            __stwb((uint4 *)to, out);
         else
             store_bytes(to, out, n < PER_LINE ? (int)n * E : 16);
     }
