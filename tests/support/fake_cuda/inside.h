@@ -99,12 +99,14 @@ typedef struct pinned_range {
     uintptr_t base;
     size_t nbytes;
     uint64_t id;
-    bool is_registered;
+    uint64_t mapped; /* what was mapped there when it was registered; 0: it was allocated */
     LIST_ENTRY(pinned_range) link;
 } pinned_range;
 
 pinned_range *find_pinned(uintptr_t address); /* with the lock held, here and below; NULL: it is not pinned */
 bool is_pinned(const void *address);
+/* The driver refuses copies from and to such memory: some bytes are pinned, others not, or in another range. */
+bool is_partly_pinned(const void *address, size_t nbytes);
 
 /* ---- stream.c ---- */
 

@@ -555,17 +555,19 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t nbytes) {
     ENTER(NEEDS_CONTEXT);
     lock();
-    if (nbytes)
+    bool is_good = !is_partly_pinned(from, nbytes);
+    if (nbytes && is_good)
         memcpy(reach(to, current_gpu()->ordinal), from, nbytes);
     unlock();
-    return CUDA_SUCCESS;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t nbytes) {
     ENTER(NEEDS_CONTEXT);
     lock();
-    if (nbytes)
+    bool is_good = !is_partly_pinned(to, nbytes);
+    if (nbytes && is_good)
         memcpy(to, reach(from, current_gpu()->ordinal), nbytes);
     unlock();
-    return CUDA_SUCCESS;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -474,6 +474,11 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     ENTER(NEEDS_CONTEXT);
+    lock();
+    bool is_good = !is_partly_pinned((void *)to, nbytes) && !is_partly_pinned((void *)from, nbytes);
+    unlock();
+    if (!is_good)
+        return CUDA_ERROR_INVALID_VALUE;
     return nbytes ? submit(stream, (work){.kind = COPY, .to = to, .from = from, .nbytes = nbytes}) : CUDA_SUCCESS;
 }
 
@@ -482,10 +487,10 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUst
     ENTER(NEEDS_CONTEXT);
     work w = {.kind = COPY, .to = to, .from = (uint64_t)from, .nbytes = nbytes};
     lock();
-    bool is_read_now = !is_pinned(from);
+    bool is_read_now = !is_pinned(from), is_good = !is_partly_pinned(from, nbytes);
     unlock();
-    if (nbytes == 0)
-        return CUDA_SUCCESS;
+    if (nbytes == 0 || !is_good)
+        return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (is_read_now) {
         w.bytes = get(nbytes);
         memcpy(w.bytes, from, nbytes);
