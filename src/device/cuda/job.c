@@ -86,6 +86,7 @@ typedef struct operand {
     uintptr_t begin, end;
     bool is_in_buffer, is_source;
     const tb__mapping *host_mapping; /* it lies in */
+    const tb__move_tensor *tensor;   /* likewise, perhaps; NULL: none is known */
 } operand;
 
 typedef tb_status operand_fn(preparation *p, size_t move, const operand *o);
@@ -94,7 +95,7 @@ static tb_status visit_source(preparation *p, size_t i, uint32_t k, operand_fn *
     const tb__move *move = p->moves[i];
     const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
     const void *at = move->src[k];
-    operand o = {.is_source = true, .is_in_buffer = mapping == TB__IN_BUFFER};
+    operand o = {.is_source = true, .is_in_buffer = mapping == TB__IN_BUFFER, .tensor = &move->src_tensor};
     int64_t low, high;
     if (mapping && !o.is_in_buffer) {
         TB_TRY(tb__mapping_source(mapping, p->device->ops, move, k, &at));
@@ -132,6 +133,7 @@ static tb_status visit_operands(preparation *p, size_t i, operand_fn *fn) {
         measure_reach(move->len, move->ndim, move->dst_stride, move->dst_dtype, &low, &high);
         operand o = {.begin = (uintptr_t)move->dst + (uintptr_t)low, .end = (uintptr_t)move->dst + (uintptr_t)high};
         o.is_in_buffer = move->is_dst_in_buffer;
+        o.tensor = &move->dst_tensor;
         TB_TRY(fn(p, i, &o));
     }
     if (move->kind == TB__MOVE_DEQUANTISE)
@@ -144,11 +146,10 @@ static tb_status visit_operands(preparation *p, size_t i, operand_fn *fn) {
 /* The first operand on a GPU says which GPU does the move. */
 static tb_status choose_gpu(preparation *p, size_t i, const operand *o) {
     int found;
-    if (o->is_in_buffer) {
-        uint64_t *reach = o->is_source ? &p->job->src_reach : &p->job->dst_reach;
-        *reach = o->end > *reach ? o->end : *reach;
+    if (o->is_in_buffer)
+        *(o->is_source ? &p->job->reads_buffer : &p->job->writes_buffer) = true;
+    if (o->is_in_buffer)
         return TB_OK;
-    }
     if (o->host_mapping)
         return TB_OK;
     TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
@@ -167,18 +168,20 @@ static uint32_t find_job_gpu(const preparation *p, size_t i) {
     return k;
 }
 
-/* Host memory is pinned in few pieces: whole mappings, and pages that lie side by side. */
-static tb_status collect_host(preparation *p, size_t i, const operand *o) {
-    uint32_t gpu = find_job_gpu(p, i);
+/* Mappings and tensors are pinned as a whole. */
+static tb_status pin_host(preparation *p, size_t i, const operand *o) {
+    const tb__mapping *m = o->host_mapping;
+    uintptr_t begin = m ? (uintptr_t)m->base : o->begin, end = m ? begin + m->nbytes : o->end;
     int found = NO_GPU;
-    if (o->is_in_buffer)
+    if (!o->is_in_buffer && !m)
+        TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
+    if (o->is_in_buffer || found >= 0)
         return TB_OK;
-    if (o->host_mapping) {
-        uintptr_t base = (uintptr_t)o->host_mapping->base;
-        return tb__cuda_host_add(&p->job->host, gpu, base, base + o->host_mapping->nbytes);
+    if (o->tensor && o->tensor->first <= begin && end <= o->tensor->last) {
+        begin = o->tensor->first;
+        end = o->tensor->last;
     }
-    TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
-    return found >= 0 ? TB_OK : tb__cuda_host_add(&p->job->host, gpu, o->begin, o->end);
+    return tb__cuda_host_pin(&p->job->host, p->gpus[find_job_gpu(p, i)], begin, end);
 }
 
 static tb_status visit_all(preparation *p, operand_fn *fn) {
@@ -326,8 +329,7 @@ static tb_status fill_job(preparation *p, const tb__move *moves) {
         p->ordinal[i] = NO_GPU;
     TB_TRY(visit_all(p, choose_gpu));
     TB_TRY(list_gpus(p));
-    TB_TRY(visit_all(p, collect_host));
-    TB_TRY(tb__cuda_host_pin(&p->job->host, p->gpus));
+    TB_TRY(visit_all(p, pin_host));
     TB_TRY(add_moves(p));
     return upload_all(p->job);
 }
@@ -365,10 +367,7 @@ void tb__cuda_release(tb__device *device, tb__job *job) {
         free(part->quants.item);
         tb__cuda_block_put(part->memory);
     }
-    for (size_t i = 0; i < job->buffers.count; i++)
-        tb__cuda_unpin(job->buffers.item[i].pin);
     tb__cuda_host_fini(&job->host);
-    free(job->buffers.item);
     free(job->gpus);
     free(job->steps.item);
     free(job->parts);
