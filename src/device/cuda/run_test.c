@@ -242,6 +242,101 @@ static void test_checksum(void **state) {
     free_bed(&b);
 }
 
+/* ---- Host memory ------------------------------------------------------------------------------------------------- */
+
+static void run_with_buffer(bed *b, tb__job *job, void *buffer) {
+    tb__fence fence = {0};
+    assert_ok(b->device->ops->run(b->device, job, &(tb__run){.dst_buffer = buffer}, &fence));
+    assert_done(b, &fence);
+}
+
+/* Buffers of runs may be freed before the job is released, and other memory be where they were. */
+static void test_freed_buffers(void **state) {
+    static const int64_t unit[1][TB_MAX_DIMS] = {{1}};
+    const size_t nbytes = ((size_t)1 << 30) + ((size_t)100 << 20); /* too large to be kept when it is freed */
+    bed b;
+    char *before = NULL;
+    tb__job *job;
+    (void)state;
+    make_bed(&b);
+    const void *src = b.memory;
+    tb__move move = {.ndim = 1,
+                     .len = {N},
+                     .is_dst_in_buffer = true,
+                     .dst_stride = {1},
+                     .nsrc = 1,
+                     .src = &src,
+                     .src_stride = unit,
+                     .src_dtype = TB_U8,
+                     .wire_dtype = TB_U8,
+                     .dst_dtype = TB_U8};
+    assert_ok(b.device->ops->prepare(b.device, &move, 1, &job));
+    for (int i = 1; i < 4; i++) {
+        void *p;
+        assert_ok(tb_alloc(i == 3 ? N : nbytes, &p));
+        char *bytes = p;
+        fill(&b, i);
+        memset(bytes, 77, N);
+        run_with_buffer(&b, job, bytes);
+        for (int k = 0; k < N; k++)
+            assert_int_equal(bytes[k], i);
+        assert_true(bytes != before);
+        before = bytes;
+        tb_free(p);
+    }
+    static char elsewhere[N];
+    tb__fence fence = {0};
+    assert_ok(b.device->ops->run(b.device, job, &(tb__run){.dst_buffer = elsewhere}, &fence));
+    assert_true(wait_for(&b, &fence, 30000, NULL));
+    assert_int_equal(fence.status, TB_INVALID);
+    b.device->ops->release(b.device, job);
+    free_bed(&b);
+}
+
+/* A job that uses a part of a tensor in the heap: the program can copy all of the tensor, and what is beside it. */
+static void test_tensor_in_heap(void **state) {
+    enum { FIRST = 1000, LAST = 9000 };
+    static const int64_t unit[1][TB_MAX_DIMS] = {{1}};
+    bed b;
+    char *heap = malloc(3 * LAST);
+    tb__job *jobs[2];
+    tb__fence fence;
+    (void)state;
+    make_bed(&b);
+    for (int i = 0; i < 2; i++) {
+        const void *src = b.memory;
+        tb__move move = {.ndim = 1,
+                         .len = {1000},
+                         .dst = heap + FIRST + 2000 * i,
+                         .dst_stride = {1},
+                         .dst_tensor = {(uintptr_t)heap + FIRST, (uintptr_t)heap + LAST},
+                         .nsrc = 1,
+                         .src = &src,
+                         .src_stride = unit,
+                         .src_dtype = TB_U8,
+                         .wire_dtype = TB_U8,
+                         .dst_dtype = TB_U8};
+        assert_ok(b.device->ops->prepare(b.device, &move, 1, &jobs[i]));
+    }
+    memset(heap, 0, 3 * LAST);
+    for (int i = 0; i < 2; i++) {
+        fence = (tb__fence){0};
+        assert_ok(b.device->ops->run(b.device, jobs[i], &(tb__run){0}, &fence));
+        assert_done(&b, &fence);
+    }
+    for (int i = 0; i < 3 * LAST; i++)
+        assert_int_equal(heap[i], (i >= FIRST && i < FIRST + 1000) || (i >= FIRST + 2000 && i < FIRST + 3000));
+    for (int i = 0; i < 2; i++) {
+        write_gpu(0, (CUdeviceptr)b.memory, heap + FIRST, LAST - FIRST);
+        read_gpu(0, (CUdeviceptr)b.memory, heap + FIRST, LAST - FIRST);
+        read_gpu(0, (CUdeviceptr)b.memory, heap, FIRST);
+        read_gpu(0, (CUdeviceptr)b.memory, heap + LAST, LAST);
+        b.device->ops->release(b.device, jobs[i]);
+    }
+    free(heap);
+    free_bed(&b);
+}
+
 /* Calls that fail at a launch fail its fence, and nothing else. */
 static void test_failed_launch(void **state) {
     const fake_cuda_control *control = need_fake();
@@ -617,6 +712,8 @@ int main(void) {
         cmocka_unit_test(test_order),
         cmocka_unit_test(test_cancel),
         cmocka_unit_test(test_checksum),
+        cmocka_unit_test(test_freed_buffers),
+        cmocka_unit_test(test_tensor_in_heap),
         cmocka_unit_test(test_failed_launch),
         cmocka_unit_test(test_record),
         cmocka_unit_test(test_cancelled_record),
