@@ -27,6 +27,7 @@
     X(cuDevicePrimaryCtxRelease, 11000)                                                                                \
     X(cuCtxPushCurrent, 4000)                                                                                          \
     X(cuCtxPopCurrent, 4000)                                                                                           \
+    X(cuCtxGetCurrent, 4000)                                                                                           \
     X(cuCtxGetDevice, 2000)                                                                                            \
     X(cuCtxEnablePeerAccess, 4000)                                                                                     \
     X(cuThreadExchangeStreamCaptureMode, 10010)                                                                        \
