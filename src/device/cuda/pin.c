@@ -198,8 +198,8 @@ tb_status tb__cuda_pin_host(tb__gpu *gpu, uintptr_t *first, uintptr_t *last, tb_
 /* With the lock held: whether the last use of an arena is not ended. */
 static bool is_kept(const tb__cuda_pin *pin) {
     size_t i = find_place(pin->first);
-    bool is = pin->held.is_shared && i < pinned.list.count && pinned.list.item[i].nusers == 1 &&
-              pin->held.nbytes <= most_kept_nbytes - pinned.kept_nbytes;
+    bool is = pin->held.is_shared && i < pinned.list.count && pinned.list.item[i].first < pin->last &&
+              pinned.list.item[i].nusers == 1 && pin->held.nbytes <= most_kept_nbytes - pinned.kept_nbytes;
     pinned.kept_nbytes += is ? pin->held.nbytes : 0;
     return is;
 }
