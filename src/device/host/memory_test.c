@@ -260,7 +260,7 @@ static void test_places_are_used_once(void **state) {
     enum { N = 8 };
     const size_t nbytes[] = {300 * MIB, 340 * MIB, 400 * MIB};
     char *p[N], *stays = take(MIB);
-    place before[3 * N];
+    place before[3 * N] = {{0}};
     size_t n = 0;
     for (int round = 0; round < 3; round++) {
         for (int i = 0; i < N; i++) {
