@@ -654,6 +654,48 @@ static void test_from_progress(void **state) {
     run_ranks(from_progress, 2, 2, NULL);
 }
 
+/* Memory that was invalidated can be unmapped before its batch is destroyed, and its addresses used again: a device
+ * that had pinned it has let go of it. */
+static void unmapped(rank *r) {
+    tb_pair *pair;
+    part on_device, mapped;
+    part_init(&on_device, "mesh=1 place=R", 0, 20, 10);
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    for (uint32_t version = 1; version <= 3; version++) {
+        tb_transfer *t = NULL;
+        tb_batch *batch;
+        part_make(&mapped, !is_a(r), "mesh=1 place=R", 0, 30, 50);
+        check_ok(tb_batch_create(r->world, version % 2 ? "odd" : "even", NULL, &batch));
+        part *parts[] = {&on_device, &mapped};
+        for (int i = 0; i < 2; i++) {
+            tb_tensor tensor = part_tensor(parts[i]);
+            check_ok(tb_batch_add(batch, pair, i ? "mapped" : "on_device", &tensor));
+        }
+        check_ok(tb_batch_register(batch, 0));
+        for (int i = 0; i < 2; i++) {
+            if (is_a(r))
+                part_fill(parts[i], version);
+            else
+                part_poison(parts[i]);
+        }
+        check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        check(part_holds(&mapped, version) && part_holds(&on_device, version));
+        tb_transfer_destroy(t);
+        check_ok(tb_world_invalidate(r->world, mapped.data, mapped.count * sizeof *mapped.data));
+        part_drop(&mapped, !is_a(r));
+        tb_batch_destroy(batch);
+        meet(r);
+    }
+    tb_pair_destroy(pair);
+    part_fini(&on_device);
+}
+
+static void test_unmapped(void **state) {
+    (void)state;
+    run_ranks(unmapped, 1, 1, NULL);
+}
+
 static void test_bad_arguments(void **state) {
     (void)state;
     scene s;
@@ -674,6 +716,7 @@ int main(void) {
         cmocka_unit_test(test_scales),        cmocka_unit_test(test_in_a_snapshot),
         cmocka_unit_test(test_held_back),     cmocka_unit_test(test_prepared),
         cmocka_unit_test(test_in_a_function), cmocka_unit_test(test_from_progress),
+        cmocka_unit_test(test_unmapped),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

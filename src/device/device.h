@@ -69,8 +69,8 @@ tb_status tb__memory_key_copy(const tb__memory_key *key, tb__memory_key *out);
 typedef struct tb__run {
     const uint32_t *parts; /* without duplicates, else TB_INVALID; NULL: the whole job */
     size_t nparts;
-    /* Bases of addresses in buffers, in host memory or the device's own; src_buffer also in a mapping of the device
-     * (its `base`). NULL: there are none. */
+    /* Bases of addresses in buffers, in memory of tb_alloc or the device's own; src_buffer also in a mapping of the
+     * device (its `base`). NULL: there are none. */
     void *src_buffer, *dst_buffer;
     /* Fences of any device that must be done before the run starts, and must stay valid until this run's is done. If
      * one has failed, so does the run. */

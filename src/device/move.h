@@ -36,6 +36,11 @@ typedef enum tb__move_kind {
     TB__MOVE_AMAX,       /* raises *amax to the largest magnitude in the source */
 } tb__move_kind;
 
+/* Addresses of a tensor of this rank. */
+typedef struct tb__move_tensor {
+    uintptr_t first, last;
+} tb__move_tensor;
+
 typedef struct tb__move {
     tb__move_kind kind;
     uint32_t part; /* of the job that it belongs to: any number; runs select parts by it */
@@ -50,6 +55,9 @@ typedef struct tb__move {
      * array may be NULL. */
     tb__mapping *const *src_mapping;
     bool is_dst_in_buffer; /* dst is an offset in the run's buffer; of QUANTISE: data and scales are */
+    /* What dst and sources are parts of, or zeros. A device that pins host memory pins all of a tensor, or nothing: the
+     * driver refuses the program's own copies of what is pinned in part. */
+    tb__move_tensor src_tensor, dst_tensor;
     tb_dtype src_dtype, wire_dtype, dst_dtype;
     tb_reduce_op op;                /* if nsrc > 1 */
     uint64_t avg_divisor;           /* if over 1, a sum is divided by this before it is rounded */

@@ -142,13 +142,19 @@ static tb__peer_memory *import_memory(tb__flow *flow, const member *m, tb__unpac
     return memory;
 }
 
-char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, bool on_device,
+/* A device that reads host memory pins it, and must be done with it before it is unmapped. A sender does not wait for
+ * that: it gives staging memory back when the data has been taken. So such memory is read by the host alone. */
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, const bucket_path *path,
                      tb__peer_memory **memory) {
     *memory = NULL;
     if (key_nbytes == 0 || tb__peer_memory_import(m->peer, key, key_nbytes, memory) != TB_OK)
         return NULL;
     bool is_inside = tb__peer_memory_check(*memory, 0, nbytes) == TB_OK;
-    char *map = !is_inside ? NULL : on_device ? tb__peer_memory_buffer(*memory) : tb__peer_memory_address(*memory);
+    char *map = NULL;
+    if (is_inside && path->is_unpacked_on_device)
+        map = tb__peer_memory_buffer(*memory);
+    else if (is_inside && path->is_unpacked_on_host)
+        map = tb__peer_memory_address(*memory);
     if (!map) {
         tb__peer_memory_release(*memory);
         *memory = NULL;
@@ -374,9 +380,11 @@ static void choose_paths(tb__flow *flow, lane *l) {
     l->overwrites_source = lane_overwrites_source(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
     for (uint32_t i = 0; l->overwrites_source && i < l->nsenders; i++)
         flow->members[l->senders[i]].setup.nstash += l->channel->nbuckets;
-    for (size_t i = 0; i < l->channel->nbuckets; i++)
-        paths[i].is_unpacked_on_device =
-            paths[i].takes_staged && tb__staged_unpacks_on_device(flow, l, l->channel->first_bucket + i);
+    for (size_t i = 0; i < l->channel->nbuckets; i++) {
+        size_t bucket = l->channel->first_bucket + i;
+        paths[i].is_unpacked_on_device = paths[i].takes_staged && tb__staged_unpacks_on_device(flow, l, bucket);
+        paths[i].is_unpacked_on_host = paths[i].takes_staged && tb__staged_unpacks_on_host(flow, bucket);
+    }
 }
 
 /* Packs the lane's staged buckets as runs of consecutive ones. Returns the number of runs. */

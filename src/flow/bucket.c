@@ -446,8 +446,7 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
     }
     /* Buckets that are combined, relayed or stashed need a buffer of this rank. */
     if (!l->is_channel_source && l->nchildren == 0 && !l->overwrites_source)
-        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, flow->setup.paths[a.bucket].is_unpacked_on_device,
-                               &a.memory);
+        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &flow->setup.paths[a.bucket], &a.memory);
     if (!tb__vec_push(&flow->staged.announcements, a)) {
         tb__peer_memory_release(a.memory);
         tb__flow_fail_no_memory(flow, from);

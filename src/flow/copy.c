@@ -40,8 +40,10 @@ void tb__flow_forget_reads(tb__flow *flow) {
 }
 
 void tb__flow_release_copies(tb__flow *flow) {
-    for (int kind = 0; kind < COPY_KINDS; kind++)
+    for (int kind = 0; kind < COPY_KINDS; kind++) {
         tb__jobs_release(&flow->copies.prepared[kind].jobs);
+        flow->copies.prepared[kind].is_done = false;
+    }
 }
 
 /* ---- Copy operations ------------------------------------------------------------------------------------------- */

@@ -98,6 +98,29 @@ bool tb__staged_packs_on_device(tb__flow *flow, size_t bucket) {
     return is && is_copied_by(flow, bucket, true, s->device);
 }
 
+bool tb__staged_unpacks_on_host(tb__flow *flow, size_t bucket) {
+    const tb_bucket *b = &flow->setup.ir->buckets[bucket];
+    const tb__device *host = tb__loop_find_device(flow->o.loop, NULL, 0);
+    tb__move_list list = {0};
+    int64_t scratch = 0;
+    bool is = true;
+    for (size_t i = 0; i < b->nentries && is; i++) {
+        const tb_bucket_entry *entry = &flow->setup.ir->entries[b->first_entry + i];
+        const tb_chunk *chunk = &flow->setup.ir->chunks[entry->chunk];
+        const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+        if (t->is_gathered)
+            is = tb__flow_slot_device(flow) == host;
+        else if (!chunk->is_coded)
+            is = tb__loop_find_device(flow->o.loop, t->dst.base, 1) == host;
+        else
+            is = tb__flow_list_coded(flow, COPY_UNPACK, entry, &scratch, &list) == TB_OK;
+    }
+    for (size_t i = 0; i < list.moves.count && is; i++)
+        is = tb__jobs_choose_device(flow->o.loop, &list.moves.item[i]) == host;
+    tb__move_list_fini(&list);
+    return is;
+}
+
 bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket) {
     const member *m = &flow->members[l->source];
     return m->setup.stage && m->direct.peer_exposure && l->nsenders == 1 && l->parent == l->source &&

@@ -45,7 +45,10 @@ bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, 
     const tb__flow_tensor *held = tb__staged_find_held(flow, first, last), *used = held ? held : dst ? dst : src;
     if (used)
         *tensor = used->spec.name;
-    return sends || receives || held || (dst && flow->shadow.is_applying) || (used && flow->copies.is_stuck);
+    bool is_used = sends || receives || held || (dst && flow->shadow.is_applying) || (used && flow->copies.is_stuck);
+    if ((src || dst) && !is_used && !send->is_under_way && !recv->is_under_way && flow->copies.nops == 0)
+        tb__flow_release_copies(flow); /* devices may have pinned the memory for them */
+    return is_used;
 }
 
 /* ---- Memory of senders ------------------------------------------------------------------------------------------ */

@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 #include "base/int.h"
+#include "layout/overlap.h"
 
 #include <string.h>
 
@@ -150,6 +151,17 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
 
 /* ---- Lists ----------------------------------------------------------------------------------------------------- */
 
+/* The bytes of the tensor itself, if that is where the move ends. */
+static tb__move_tensor tensor_at_end(const tb__flow *flow, const move_end *e, uint32_t tensor) {
+    const tb__flow_tensor *t = &flow->tensors[tensor];
+    bool is_source = e->kind == END_SOURCE || (e->kind == END_SENDER && e->member == &flow->members[flow->self]);
+    tb__move_tensor out;
+    if ((!is_source && (e->kind != END_TARGET || t->is_gathered)) ||
+        tb__binding_span(is_source ? &t->src : &t->dst, &out.first, &out.last) != TB_OK)
+        return (tb__move_tensor){0};
+    return out;
+}
+
 static tb_status add_chunk_moves(tb__flow *flow, tb__move_list *out, uint32_t bucket, const bucket_chunk *it,
                                  const move_end *from, size_t nfrom, const move_end *to) {
     const tb_chunk *chunk = it->chunk;
@@ -177,6 +189,9 @@ static tb_status add_chunk_moves(tb__flow *flow, tb__move_list *out, uint32_t bu
         TB_TRY(locate_end(flow, &from[i], it, strides[i], &at, &mappings[i]));
         src[i] = at;
     }
+    for (size_t i = 0; i < nfrom && !move.src_tensor.last; i++)
+        move.src_tensor = tensor_at_end(flow, &from[i], chunk->tensor);
+    move.dst_tensor = tensor_at_end(flow, to, chunk->tensor);
     TB_TRY(locate_end(flow, to, it, move.dst_stride, &move.dst, &to_buffer));
     move.is_dst_in_buffer = to_buffer != NULL;
     if (nfrom && from[0].kind == END_BUCKET) { /* a bucket is reduced and in the wire dtype already */
@@ -220,8 +235,10 @@ static tb_status add_converted_chunk(tb__flow *flow, tb__move_list *out, uint32_
     void *at;
     TB_TRY(locate_end(flow, from, it, strides, &at, &mapping));
     TB_TRY(gather->list_chunk(gather->arg, it->chunk, step, at, strides, mapping, out));
-    for (; first < out->moves.count; first++)
+    for (; first < out->moves.count; first++) {
         out->moves.item[first].part = part;
+        out->moves.item[first].src_tensor = tensor_at_end(flow, from, it->chunk->tensor);
+    }
     return TB_OK;
 }
 
@@ -298,15 +315,20 @@ static bool needs_copy(const tb__flow *flow, const lane *l, const bucket_path *p
 static tb_status add_coded_bucket(tb__flow *flow, tb__move_list *out, size_t index, copy_kind kind) {
     const tb_bucket *bucket = &flow->setup.ir->buckets[index];
     const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
+    move_end source = {.kind = END_SOURCE}, target = {.kind = END_TARGET};
     size_t first = out->moves.count;
     int64_t scratch = 0;
     for (size_t j = 0; j < bucket->nentries; j++) {
         if (kind == COPY_PACK && j + 1 < bucket->nentries)
             TB_TRY(add_gap(flow, out, (uint32_t)index, entries[j].offset + entries[j].nbytes, entries[j + 1].offset));
         TB_TRY(tb__flow_list_coded(flow, kind, &entries[j], &scratch, out));
+        for (uint32_t tensor = flow->setup.ir->chunks[entries[j].chunk].tensor; first < out->moves.count; first++) {
+            tb__move *move = &out->moves.item[first];
+            move->part = (uint32_t)index;
+            move->src_tensor = tensor_at_end(flow, &source, tensor);
+            move->dst_tensor = tensor_at_end(flow, &target, tensor);
+        }
     }
-    for (; first < out->moves.count; first++)
-        out->moves.item[first].part = (uint32_t)index;
     return TB_OK;
 }
 

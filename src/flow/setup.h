@@ -27,7 +27,8 @@ typedef struct remote_tensor {
 typedef struct bucket_path {
     bool takes_staged;          /* as a target: it is sent to this rank, which otherwise reads it ... */
     bool is_for_device;         /* ... by another device than the host's */
-    bool is_unpacked_on_device; /* if it is staged: it can be taken from the sender's device */
+    bool is_unpacked_on_device; /* if it is staged: it can be taken from the sender's device ... */
+    bool is_unpacked_on_host;   /* ... or from its host memory */
     uint32_t nstaged;           /* as a source: members that it must be sent to */
     uint32_t *staged;
     uint32_t nstaged_on_device; /* of them, those that can take it from the device */
@@ -134,9 +135,9 @@ void tb__flow_unbind(tb__flow *flow);
 remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor);
 /* Packs a key by which the peer can access the region; an empty one if it can't. */
 void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer);
-/* Maps so many bytes of memory that the member has exported, in host memory or, if allowed, on a device; NULL: not
- * possible. The caller releases *memory. */
-char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, bool on_device,
+/* Maps so many bytes of memory that the member has exported, where the path allows it: on a device, or on the host.
+ * NULL: not possible. The caller releases *memory. */
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, const bucket_path *path,
                      tb__peer_memory **memory);
 
 /* group.c */

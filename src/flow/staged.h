@@ -171,6 +171,8 @@ char *tb__staged_alloc_on_device(tb__flow *flow, size_t nbytes); /* NULL: no roo
 /* Whether a bucket can be staged there, by this rank as its source; or taken from there, as its target. */
 bool tb__staged_packs_on_device(tb__flow *flow, size_t bucket);
 bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket);
+/* Whether the host device alone reads the bucket, as its target. */
+bool tb__staged_unpacks_on_host(tb__flow *flow, size_t bucket);
 
 /* ---- Among the files of staged buckets ------------------------------------------------------------------------- */
 

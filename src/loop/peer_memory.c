@@ -98,7 +98,7 @@ void *tb__peer_memory_address(const tb__peer_memory *memory) {
 }
 
 void *tb__peer_memory_buffer(const tb__peer_memory *memory) {
-    return memory->remote ? memory->map : memory->part.mapping->base + memory->part.offset;
+    return memory->remote ? NULL : memory->part.mapping->base + memory->part.offset;
 }
 
 tb__device *tb__peer_memory_device(const tb__peer_memory *memory) {

@@ -26,7 +26,7 @@ bool tb__peer_memory_is_revoked(const tb__peer_memory *memory);
 bool tb__peer_memory_is_mapped(const tb__peer_memory *memory);
 /* Where this process can read and write memory of the host; NULL: it is not mapped, or is a device's. */
 void *tb__peer_memory_address(const tb__peer_memory *memory);
-/* The base of a run's buffer there: as above, or for runs of its device. NULL: it is not mapped. */
+/* The base of a buffer there for runs of its device; NULL: it is not a device's. */
 void *tb__peer_memory_buffer(const tb__peer_memory *memory);
 /* The device that copies from it; the host's if every device can, or if it is read by calls. */
 tb__device *tb__peer_memory_device(const tb__peer_memory *memory);

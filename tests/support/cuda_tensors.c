@@ -100,6 +100,10 @@ static tensor *find(const void *p) {
     return t;
 }
 
+bool is_cuda_tensor(const void *p) {
+    return find(p);
+}
+
 static void close_tensor(tensor *t) {
     LIST_REMOVE(t, open_link);
     free(t->copy);
@@ -150,6 +154,29 @@ void cuda_tensors_flush(void) {
             write_gpu(t, first, last);
         close_tensor(t);
     }
+}
+
+/* ---- Streams ----------------------------------------------------------------------------------------------------- */
+
+void *cuda_stream_create(void) {
+    CUstream stream;
+    if (tb__gpu_push(tensors.gpu) != TB_OK || tb__cuda.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+        die("a stream");
+    tb__gpu_pop();
+    return stream;
+}
+
+void cuda_stream_sync(void *stream) {
+    CUresult (*wait)(CUstream) = (CUresult(*)(CUstream))(uintptr_t)waiting_function("cuStreamSynchronize");
+    if (tb__gpu_push(tensors.gpu) != TB_OK || wait(stream) != CUDA_SUCCESS)
+        die("waiting for a stream");
+    tb__gpu_pop();
+}
+
+void cuda_stream_destroy(void *stream) {
+    if (tb__gpu_push(tensors.gpu) != TB_OK || tb__cuda.cuStreamDestroy(stream) != CUDA_SUCCESS)
+        die("a stream");
+    tb__gpu_pop();
 }
 
 /* ---- Calls of the library ---------------------------------------------------------------------------------------- */

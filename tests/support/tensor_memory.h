@@ -50,7 +50,11 @@ static inline bool is_slow_memory(const void *p) {
 void *cuda_tensor_alloc(size_t nbytes); /* NULL: there is no memory */
 bool cuda_tensor_free(void *p);         /* false: it is not such memory, here and below */
 bool cuda_tensor_bytes(const void *p, void **bytes);
+bool is_cuda_tensor(const void *p);
 void cuda_tensors_flush(void);
+void *cuda_stream_create(void);
+void cuda_stream_sync(void *stream);
+void cuda_stream_destroy(void *stream);
 #endif
 
 /* Zeros, or anything. NULL: there is no memory. */
@@ -87,6 +91,15 @@ static inline void tensors_flush(void) {
 #if defined(TB_SLOW_DEVICE) && defined(TB_TEST_CUDA)
     cuda_tensors_flush();
 #endif
+}
+
+/* Where it is, as tb_tensor.memory has it. */
+static inline const char *tensor_device(const void *p) {
+#if defined(TB_SLOW_DEVICE) && defined(TB_TEST_CUDA)
+    if (is_cuda_tensor(p))
+        return "cuda:0";
+#endif
+    return is_slow_memory(p) ? "slow:0" : "host";
 }
 
 static inline void tensor_free(void *p) {

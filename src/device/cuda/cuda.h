@@ -27,6 +27,7 @@
     X(cuDevicePrimaryCtxRelease, 11000)                                                                                \
     X(cuCtxPushCurrent, 4000)                                                                                          \
     X(cuCtxPopCurrent, 4000)                                                                                           \
+    X(cuCtxGetCurrent, 4000)                                                                                           \
     X(cuCtxGetDevice, 2000)                                                                                            \
     X(cuCtxEnablePeerAccess, 4000)                                                                                     \
     X(cuThreadExchangeStreamCaptureMode, 10010)                                                                        \
@@ -258,12 +259,15 @@ tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUm
 void tb__memory_grant_to_new_gpu(void);
 void tb__share_grant_to_new_gpu(void);
 
-/* An address by which the GPU reads or writes host memory: registers the bytes with the driver, unless they are
- * pinned. Registrations are counted, and shared by overlapping ranges. Memory without write access can be read. The
- * bytes may be in several registrations side by side: kernels don't see that, but a copy by the driver may be refused
- * that crosses from one to the next. */
+/* Host memory that GPUs read and write, by the host's addresses: registers the bytes with the driver, and no others,
+ * unless they are pinned. Registrations are counted, and shared by overlapping ranges. Memory without write access can
+ * be read. The bytes may be in several registrations side by side: kernels don't see that, but the driver refuses
+ * copies that cross from one to the next. */
 typedef struct tb__cuda_pin tb__cuda_pin;
-tb_status tb__cuda_pin_host(tb__gpu *gpu, const void *base, size_t nbytes, tb__cuda_pin **out, CUdeviceptr *address);
+tb_status tb__cuda_pin_bytes(tb__gpu *gpu, const void *base, size_t nbytes, tb__cuda_pin **out);
+/* The same for a job: the bytes from *first to *last, or, if these are memory of tb_alloc, the whole arena, which is
+ * not given back to the system before the end. *first and *last are set to what was pinned. */
+tb_status tb__cuda_pin_host(tb__gpu *gpu, uintptr_t *first, uintptr_t *last, tb__cuda_pin **out);
 void tb__cuda_unpin(tb__cuda_pin *pin); /* NULL is allowed */
 
 /* For tb_alloc_on (program.c). */

@@ -67,6 +67,13 @@ tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t pl
 
 /* ---- Where moves are --------------------------------------------------------------------------------------------- */
 
+/* Host memory that moves use. */
+typedef struct host_bytes {
+    uintptr_t begin, end;
+    bool is_whole; /* a mapping, or a tensor */
+    tb__gpu *gpu;
+} host_bytes;
+
 /* What `prepare` finds out about the moves before it makes descriptors. */
 typedef struct preparation {
     tb__job *job;
@@ -75,6 +82,7 @@ typedef struct preparation {
     size_t nmoves;
     int *ordinal; /* of the GPU of each move; NO_GPU: any */
     tb__cuda_spans spans;
+    TB_VEC(host_bytes) host;
     int first_ordinal; /* of the first move that has one */
     tb__gpu **gpus;    /* of the job's */
 } preparation;
@@ -96,6 +104,7 @@ typedef struct operand {
     uintptr_t begin, end;
     bool is_in_buffer, is_source;
     const tb__mapping *host_mapping; /* it lies in */
+    const tb__move_tensor *tensor;   /* likewise, perhaps; NULL: none is known */
 } operand;
 
 typedef tb_status operand_fn(preparation *p, size_t move, const operand *o);
@@ -104,7 +113,7 @@ static tb_status visit_source(preparation *p, size_t i, uint32_t k, operand_fn *
     const tb__move *move = p->moves[i];
     const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
     const void *at = move->src[k];
-    operand o = {.is_source = true, .is_in_buffer = mapping == TB__IN_BUFFER};
+    operand o = {.is_source = true, .is_in_buffer = mapping == TB__IN_BUFFER, .tensor = &move->src_tensor};
     int64_t low, high;
     if (mapping && !o.is_in_buffer) {
         TB_TRY(tb__mapping_source(mapping, p->device->ops, move, k, &at));
@@ -142,6 +151,7 @@ static tb_status visit_operands(preparation *p, size_t i, operand_fn *fn) {
         measure_reach(move->len, move->ndim, move->dst_stride, move->dst_dtype, &low, &high);
         operand o = {.begin = (uintptr_t)move->dst + (uintptr_t)low, .end = (uintptr_t)move->dst + (uintptr_t)high};
         o.is_in_buffer = move->is_dst_in_buffer;
+        o.tensor = &move->dst_tensor;
         TB_TRY(fn(p, i, &o));
     }
     if (move->kind == TB__MOVE_DEQUANTISE)
@@ -154,12 +164,9 @@ static tb_status visit_operands(preparation *p, size_t i, operand_fn *fn) {
 /* The first operand on a GPU says which GPU does the move. */
 static tb_status choose_gpu(preparation *p, size_t i, const operand *o) {
     int found;
-    if (o->is_in_buffer) {
-        uint64_t *reach = o->is_source ? &p->job->src_reach : &p->job->dst_reach;
-        *reach = o->end > *reach ? o->end : *reach;
-        return TB_OK;
-    }
-    if (o->host_mapping)
+    if (o->is_in_buffer)
+        *(o->is_source ? &p->job->reads_buffer : &p->job->writes_buffer) = true;
+    if (o->is_in_buffer || o->host_mapping)
         return TB_OK;
     TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
     if (found >= 0 && p->ordinal[i] == NO_GPU)
@@ -177,18 +184,47 @@ static uint32_t find_job_gpu(const preparation *p, size_t i) {
     return k;
 }
 
-/* Host memory is pinned in few pieces: whole mappings, and pages that lie side by side. */
+/* Mappings and tensors are pinned as a whole. */
 static tb_status collect_host(preparation *p, size_t i, const operand *o) {
-    uint32_t gpu = find_job_gpu(p, i);
+    const tb__mapping *m = o->host_mapping;
+    host_bytes h = {.begin = o->begin, .end = o->end};
     int found = NO_GPU;
-    if (o->is_in_buffer)
+    if (!o->is_in_buffer && !m)
+        TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
+    if (o->is_in_buffer || found >= 0)
         return TB_OK;
-    if (o->host_mapping) {
-        uintptr_t base = (uintptr_t)o->host_mapping->base;
-        return tb__cuda_host_add(&p->job->host, gpu, base, base + o->host_mapping->nbytes);
+    h.gpu = p->gpus[find_job_gpu(p, i)];
+    if (m)
+        h = (host_bytes){(uintptr_t)m->base, (uintptr_t)m->base + m->nbytes, true, h.gpu};
+    else if (o->tensor && o->tensor->first <= o->begin && o->end <= o->tensor->last)
+        h = (host_bytes){o->tensor->first, o->tensor->last, true, h.gpu};
+    const host_bytes *last = p->host.count ? &p->host.item[p->host.count - 1] : NULL;
+    bool is_known = last && last->begin <= h.begin && h.end <= last->end;
+    return is_known || tb__vec_push(&p->host, h) ? TB_OK : TB_NO_MEMORY;
+}
+
+static int compare_host(const void *a, const void *b) {
+    const host_bytes *x = a, *y = b;
+    return (x->begin > y->begin) - (x->begin < y->begin);
+}
+
+/* What overlaps is pinned together, and so are neighbours, unless they are different tensors, which may not end at the
+ * same time. */
+static tb_status pin_host(preparation *p) {
+    if (p->host.count)
+        qsort(p->host.item, p->host.count, sizeof *p->host.item, compare_host);
+    for (size_t i = 0, next; i < p->host.count; i = next) {
+        host_bytes h = p->host.item[i];
+        for (next = i + 1; next < p->host.count; next++) {
+            const host_bytes *n = &p->host.item[next];
+            if (n->begin > h.end || (n->begin == h.end && (h.is_whole || n->is_whole)))
+                break;
+            h.end = n->end > h.end ? n->end : h.end;
+            h.is_whole |= n->is_whole;
+        }
+        TB_TRY(tb__cuda_host_pin(&p->job->host, h.gpu, h.begin, h.end));
     }
-    TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
-    return found >= 0 ? TB_OK : tb__cuda_host_add(&p->job->host, gpu, o->begin, o->end);
+    return TB_OK;
 }
 
 static tb_status visit_all(preparation *p, operand_fn *fn) {
@@ -337,7 +373,7 @@ static tb_status fill_job(preparation *p, const tb__move *moves) {
     TB_TRY(visit_all(p, choose_gpu));
     TB_TRY(list_gpus(p));
     TB_TRY(visit_all(p, collect_host));
-    TB_TRY(tb__cuda_host_pin(&p->job->host, p->gpus));
+    TB_TRY(pin_host(p));
     TB_TRY(add_moves(p));
     return upload_all(p->job);
 }
@@ -354,6 +390,7 @@ tb_status tb__cuda_prepare(tb__device *device, const tb__move *moves, size_t nmo
     free(p.ordinal);
     free(p.gpus);
     free(p.spans.list.item);
+    free(p.host.item);
     if (status != TB_OK) {
         tb__cuda_release(device, p.job);
         return status;
@@ -375,10 +412,7 @@ void tb__cuda_release(tb__device *device, tb__job *job) {
         free(part->quants.item);
         tb__cuda_block_put(part->memory);
     }
-    for (size_t i = 0; i < job->buffers.count; i++)
-        tb__cuda_unpin(job->buffers.item[i].pin);
     tb__cuda_host_fini(&job->host);
-    free(job->buffers.item);
     free(job->gpus);
     free(job->steps.item);
     free(job->parts);

@@ -46,22 +46,19 @@ typedef struct tb__cuda_spans {
 /* The ordinal of the GPU that the bytes are on, -1 for host memory. */
 tb_status tb__cuda_find_gpu(tb__cuda_spans *spans, tb__device *device, uintptr_t begin, uintptr_t end, int *out);
 
-/* Host memory that a GPU uses. */
+/* Host memory that a job has pinned. */
 typedef struct tb__cuda_host_range {
     uintptr_t begin, end;
-    uint32_t gpu; /* of the job's */
-    CUdeviceptr address;
     tb__cuda_pin *pin;
 } tb__cuda_host_range;
 
 typedef struct tb__cuda_host_ranges {
-    tb__cuda_host_range *item;
+    tb__cuda_host_range *item; /* by address */
     size_t count, capacity;
-    bool is_pinned; /* sorted, merged, and pinned */
 } tb__cuda_host_ranges;
 
-tb_status tb__cuda_host_add(tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t begin, uintptr_t end);
-tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *const *gpus);
+/* Pins the bytes until tb__cuda_host_fini, unless they are. */
+tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *gpu, uintptr_t begin, uintptr_t end);
 void tb__cuda_host_fini(tb__cuda_host_ranges *ranges);
 /* The address for a GPU of what may be host memory. *is_host may be NULL. */
 uint64_t tb__cuda_translate(const tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t address, bool *is_host);
@@ -119,15 +116,6 @@ typedef struct tb__cuda_job_part {
     uint64_t last_run; /* number of the last run that included it */
 } tb__cuda_job_part;
 
-/* A buffer in host memory that runs have used. */
-typedef struct tb__cuda_buffer {
-    uintptr_t base;
-    uint64_t nbytes;
-    uint32_t gpu;
-    CUdeviceptr address;
-    tb__cuda_pin *pin;
-} tb__cuda_buffer;
-
 struct tb__job {
     tb__device *device;
     tb__cuda_part_of_gpu *gpus;
@@ -137,8 +125,7 @@ struct tb__job {
     size_t nparts, next_part;    /* the one after that which was found last */
     uint64_t nruns;
     tb__cuda_host_ranges host;
-    uint64_t src_reach, dst_reach; /* bytes that moves use of the buffers of a run */
-    TB_VEC(tb__cuda_buffer) buffers;
+    bool reads_buffer, writes_buffer; /* of a run */
 };
 
 /* Makes steps of a move that is checked and not empty. `src` are the addresses of its sources. */

@@ -3,6 +3,7 @@
 
 #include "base/checksum.h"
 #include "base/int.h"
+#include "device/host/memory.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -108,6 +109,14 @@ tb_status tb__cuda_check_parts(tb__job *job, const tb__run *run) {
     return TB_OK;
 }
 
+static bool is_any_chosen(const selection *s) {
+    for (int k = 0; k <= TB__CUDA_NKERNELS; k++) {
+        if (s->kernels[k].nitems)
+            return true;
+    }
+    return false;
+}
+
 static tb_status choose_items(selection *s, const tb__run *run) {
     TB_TRY(tb__cuda_check_parts(s->job, run));
     if (!run->parts)
@@ -208,28 +217,17 @@ static tb_status fill_block(tb__cuda_launch *launch, const selection *s, size_t 
     return TB_OK;
 }
 
-/* The address of a run's buffer for the GPU. Those in host memory stay pinned until the job is released. */
-static tb_status find_buffer(tb__job *job, size_t gpu, void *buffer, uint64_t reach, uint64_t *out) {
+/* Buffers of runs in host memory are memory of the library's own, in arenas, of which there are few. So they may be
+ * freed before the job is released. */
+static tb_status pin_buffer(tb__job *job, size_t gpu, void *buffer) {
     tb__memory memory;
-    *out = (uintptr_t)buffer;
-    if (!buffer || reach == 0)
+    tb__arena_file file;
+    uintptr_t at = (uintptr_t)buffer;
+    if (tb__memory_find(buffer, 1, &file))
+        return tb__cuda_host_pin(&job->host, job->gpus[gpu].gpu, at, at + 1);
+    if (!buffer || tb__cuda_find(job->device, buffer, 1, &memory))
         return TB_OK;
-    for (size_t i = 0; i < job->buffers.count; i++) {
-        const tb__cuda_buffer *b = &job->buffers.item[i];
-        if (b->base == (uintptr_t)buffer && b->gpu == gpu && b->nbytes >= reach) {
-            *out = b->address;
-            return TB_OK;
-        }
-    }
-    if (tb__cuda_find(job->device, buffer, 1, &memory))
-        return TB_OK;
-    tb__cuda_buffer b = {.base = (uintptr_t)buffer, .gpu = (uint32_t)gpu, .nbytes = reach};
-    if (!tb__vec_reserve(&job->buffers, 1))
-        return TB_NO_MEMORY;
-    TB_TRY(tb__cuda_pin_host(job->gpus[gpu].gpu, buffer, reach, &b.pin, &b.address));
-    job->buffers.item[job->buffers.count++] = b;
-    *out = b.address;
-    return TB_OK;
+    return tb__fail(TB_INVALID, "the buffer at %p of a run is neither memory of tb_alloc nor on a GPU", buffer);
 }
 
 /* ---- Submitting -------------------------------------------------------------------------------------------------- */
@@ -362,11 +360,15 @@ static tb_status submit(tb__cuda_launch *launch, const selection *s, tb__cuda_ar
 static tb_status launch_selection(tb__cuda_launch *launch, selection *s, const tb__run *run, CUstream stream,
                                   bool *is_submitted) {
     tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
-    tb__cuda_args args = {.heap = part->memory ? part->memory->device : 0};
+    tb__cuda_args args = {.heap = part->memory ? part->memory->device : 0,
+                          .src_buffer = (uintptr_t)run->src_buffer,
+                          .dst_buffer = (uintptr_t)run->dst_buffer};
     TB_TRY(choose_items(s, run));
     TB_TRY(list_quants(launch, s, run));
-    TB_TRY(find_buffer(s->job, s->gpu, run->src_buffer, s->job->src_reach, &args.src_buffer));
-    TB_TRY(find_buffer(s->job, s->gpu, run->dst_buffer, s->job->dst_reach, &args.dst_buffer));
+    if (s->job->reads_buffer && is_any_chosen(s)) /* else another device may use it */
+        TB_TRY(pin_buffer(s->job, s->gpu, run->src_buffer));
+    if (s->job->writes_buffer && is_any_chosen(s))
+        TB_TRY(pin_buffer(s->job, s->gpu, run->dst_buffer));
     launch->nresults = launch->nquants ? launch->results[launch->nquants - 1] + 1 : 0;
     size_t results_nbytes = launch->nresults * sizeof(tb__cuda_result), nbytes = results_nbytes;
     for (int k = 0; k < TB__CUDA_NKERNELS; k++)

@@ -224,46 +224,27 @@ tb_status tb__cuda_find_gpu(tb__cuda_spans *spans, tb__device *device, uintptr_t
 
 /* ---- Host memory ------------------------------------------------------------------------------------------------- */
 
-tb_status tb__cuda_host_add(tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t begin, uintptr_t end) {
-    begin &= ~(uintptr_t)(PAGE - 1);
-    end = (end + PAGE - 1) & ~(uintptr_t)(PAGE - 1);
-    tb__cuda_host_range *last = ranges->count ? &ranges->item[ranges->count - 1] : NULL;
-    if (last && last->gpu == gpu && begin >= last->begin && begin <= last->end) {
-        last->end = end > last->end ? end : last->end;
+/* The first range that ends beyond the address. */
+static size_t find_range(const tb__cuda_host_ranges *ranges, uintptr_t address) {
+    size_t i = 0;
+    TB_BISECT(i, ranges->count, ranges->item[i].end > address);
+    return i;
+}
+
+static bool is_in_range(const tb__cuda_host_ranges *ranges, size_t i, uintptr_t begin, uintptr_t end) {
+    return i < ranges->count && ranges->item[i].begin <= begin && end <= ranges->item[i].end;
+}
+
+tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *gpu, uintptr_t begin, uintptr_t end) {
+    if (is_in_range(ranges, find_range(ranges, begin), begin, end))
         return TB_OK;
-    }
-    return tb__vec_push(ranges, (tb__cuda_host_range){.begin = begin, .end = end, .gpu = gpu}) ? TB_OK : TB_NO_MEMORY;
-}
-
-static int compare_ranges(const void *a, const void *b) {
-    const tb__cuda_host_range *x = a, *y = b;
-    if (x->gpu != y->gpu)
-        return x->gpu < y->gpu ? -1 : 1;
-    return (x->begin > y->begin) - (x->begin < y->begin);
-}
-
-static void merge_ranges(tb__cuda_host_ranges *ranges) {
-    size_t n = 0;
-    qsort(ranges->item, ranges->count, sizeof *ranges->item, compare_ranges);
-    for (size_t i = 0; i < ranges->count; i++) {
-        tb__cuda_host_range *r = &ranges->item[i], *last = n ? &ranges->item[n - 1] : NULL;
-        if (last && last->gpu == r->gpu && r->begin <= last->end)
-            last->end = r->end > last->end ? r->end : last->end;
-        else
-            ranges->item[n++] = *r;
-    }
-    ranges->count = n;
-}
-
-tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *const *gpus) {
-    if (ranges->count == 0)
-        return TB_OK;
-    merge_ranges(ranges);
-    ranges->is_pinned = true;
-    for (size_t i = 0; i < ranges->count; i++) {
-        tb__cuda_host_range *r = &ranges->item[i];
-        TB_TRY(tb__cuda_pin_host(gpus[r->gpu], (void *)r->begin, r->end - r->begin, &r->pin, &r->address));
-    }
+    tb__cuda_host_range new = {.begin = begin, .end = end};
+    if (!tb__vec_reserve(ranges, 1))
+        return TB_NO_MEMORY;
+    TB_TRY(tb__cuda_pin_host(gpu, &new.begin, &new.end, &new.pin));
+    size_t i = find_range(ranges, new.begin);
+    memmove(&ranges->item[i + 1], &ranges->item[i], (ranges->count++ - i) * sizeof new);
+    ranges->item[i] = new;
     return TB_OK;
 }
 
@@ -274,11 +255,8 @@ void tb__cuda_host_fini(tb__cuda_host_ranges *ranges) {
 }
 
 uint64_t tb__cuda_translate(const tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t address, bool *is_host) {
-    size_t i = 0;
-    TB_BISECT(i, ranges->count,
-              ranges->item[i].gpu > gpu || (ranges->item[i].gpu == gpu && ranges->item[i].end > address));
-    bool is_found = i < ranges->count && ranges->item[i].gpu == gpu && ranges->item[i].begin <= address;
+    (void)gpu;
     if (is_host)
-        *is_host = is_found;
-    return is_found ? ranges->item[i].address + (address - ranges->item[i].begin) : address;
+        *is_host = is_in_range(ranges, find_range(ranges, address), address, address + 1);
+    return address;
 }

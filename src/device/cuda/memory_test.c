@@ -219,9 +219,7 @@ static long count_registered(const fake_cuda_control *control) {
 
 static tb__cuda_pin *pin(void *base, size_t nbytes) {
     tb__cuda_pin *out;
-    CUdeviceptr address;
-    assert_ok(tb__cuda_pin_host(gpu, base, nbytes, &out, &address));
-    assert_true(address == (CUdeviceptr)base);
+    assert_ok(tb__cuda_pin_bytes(gpu, base, nbytes, &out));
     return out;
 }
 
@@ -242,7 +240,7 @@ static void check_pinned(const char *base, size_t first, size_t last, size_t npa
 static void test_pin(void **state) {
     char *p = aligned_alloc(page, 16 * page);
     (void)state;
-    tb__cuda_pin *a = pin(p + 2 * page + 5, page), *b = pin(p + 3 * page, 10), *c = pin(p + page, 8 * page);
+    tb__cuda_pin *a = pin(p + 2 * page, page + 5), *b = pin(p + 3 * page, 10), *c = pin(p + page, 8 * page);
     check_pinned(p, 1, 9, 16);
     tb__cuda_pin *d = pin(p + 12 * page, page), *e = pin(p, 16 * page);
     check_pinned(p, 0, 16, 16);
@@ -262,6 +260,59 @@ static void test_pin(void **state) {
     check_pinned(p, 0, 0, 16);
     free(p);
     assert_null(current_context());
+}
+
+/* The program can copy from and to what is pinned, and what lies beside it in the same pages. */
+static void test_pin_and_copy(void **state) {
+    enum { N = 3000, PINS = 3 };
+    CUdeviceptr there = alloc_legacy((size_t)10 * N);
+    char *p = aligned_alloc(page, 16 * page);
+    tb__cuda_pin *pins[PINS];
+    (void)state;
+    for (int i = 0; i < PINS; i++)
+        pins[i] = pin(p + page / 2 + (size_t)(2 * i) * N, N);
+    for (int i = 0; i < 2 * PINS; i++) {
+        memset(p, i, 16 * page);
+        write_gpu(0, there, p + page / 2 + i * N, N);
+        memset(p, 77, 16 * page);
+        read_gpu(0, there, p + page / 2 + i * N, N);
+        for (size_t k = 0; k < 16 * page; k++)
+            assert_int_equal(p[k], k - page / 2 - (size_t)i * N < N ? i : 77);
+    }
+    for (int i = 0; i < PINS; i++)
+        tb__cuda_unpin(pins[i]);
+    read_gpu(0, there, p, (size_t)10 * N);
+    free(p);
+    free_legacy(there);
+}
+
+/* Memory of tb_alloc is pinned by arenas: no copy of an allocation is in the way of that. */
+static void test_pin_arena(void **state) {
+    enum { N = 3000 };
+    CUdeviceptr there = alloc_legacy(N);
+    void *p[3], *large;
+    tb__cuda_pin *few, *many;
+    (void)state;
+    for (int i = 0; i < 3; i++)
+        assert_ok(tb_alloc(N, &p[i]));
+    assert_ok(tb_alloc((size_t)100 << 20, &large));
+    uintptr_t first = (uintptr_t)p[1] + 5, last = first + 10;
+    assert_ok(tb__cuda_pin_host(gpu, &first, &last, &few));
+    assert_true(first <= (uintptr_t)p[0] && (uintptr_t)p[2] + N <= last);
+    first = (uintptr_t)large + 5, last = first + 10;
+    assert_ok(tb__cuda_pin_host(gpu, &first, &last, &many));
+    assert_true(first <= (uintptr_t)large && (uintptr_t)large + ((size_t)100 << 20) <= last);
+    for (int i = 0; i < 3; i++)
+        read_gpu(0, there, p[i], N);
+    tb_free(large); /* the arena is still there */
+    assert_true(is_host_pinned(large));
+    tb__cuda_unpin(many);
+    assert_false(is_host_pinned(large));
+    tb__cuda_unpin(few);
+    assert_true(is_host_pinned(p[0])); /* for the next job */
+    for (int i = 0; i < 3; i++)
+        tb_free(p[i]);
+    free_legacy(there);
 }
 
 /* Memory that the program has pinned is not registered again, nor unregistered. */
@@ -318,12 +369,11 @@ static void test_pin_fails(void **state) {
     const fake_cuda_control *control = need_fake();
     char *p = aligned_alloc(page, 16 * page);
     tb__cuda_pin *a = pin(p + 4 * page, page), *none = NULL;
-    CUdeviceptr address;
     (void)state;
     long n = count_registered(control);
     for (int i = 0; i < 2; i++) {
         control->fail_call("cuMemHostRegister", i, CUDA_ERROR_OUT_OF_MEMORY);
-        assert_fails(tb__cuda_pin_host(gpu, p, 16 * page, &none, &address), TB_NO_MEMORY, "OUT_OF_MEMORY");
+        assert_fails(tb__cuda_pin_bytes(gpu, p, 16 * page, &none), TB_NO_MEMORY, "OUT_OF_MEMORY");
         check_pinned(p, 4, 5, 16);
     }
     assert_null(none);
@@ -345,6 +395,8 @@ int main(void) {
         cmocka_unit_test(test_without_vmm),
         cmocka_unit_test(test_failed_calls),
         cmocka_unit_test(test_pin),
+        cmocka_unit_test(test_pin_and_copy),
+        cmocka_unit_test(test_pin_arena),
         cmocka_unit_test(test_pinned_by_program),
         cmocka_unit_test(test_pin_read_only),
         cmocka_unit_test(test_pin_fails),

@@ -1,29 +1,41 @@
-/* Host memory that GPUs read and write: pages that are registered with the driver. Memory of different jobs may share
- * pages, and a page can be registered only once, so registrations are counted, and new ones fill the gaps between those
- * that are there. Pages that the program has pinned itself are used as they are. */
+/* Host memory that GPUs read and write: bytes that are registered with the driver.
+ *
+ * The driver refuses copies of the program's own from and to memory that is registered in part, so nothing is
+ * registered that does not belong to a tensor, not even the rest of its pages, and of memory of tb_alloc always the
+ * whole arena. Bytes can be registered only once, so registrations are counted, and new ones fill the gaps between
+ * those that are there. What the program has pinned itself is used as it is.
+ *
+ * Memory that is unmapped while it is registered is dangerous: GPUs go on with the old pages. An arena is held as long
+ * as it is registered; other memory stays registered until the job that uses it is released, which the program's own
+ * must outlive. */
 #include "device/cuda/cuda.h"
 
 #include "base/int.h"
 #include "base/mem.h"
+#include "device/host/memory.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
-/* Registered pages. */
+/* Registered bytes. */
 typedef struct registration {
     uintptr_t first, last; /* addresses; `last` is behind them */
     size_t nusers;
     tb__gpu *gpu; /* in whose context it was registered; NULL: the program has pinned it */
 } registration;
 
-/* Uses all registrations that share a page with it. */
+/* Uses all registrations that share a byte with it. */
 struct tb__cuda_pin {
     uintptr_t first, last;
+    tb__held_arena held; /* of memory of tb_alloc */
 };
+
+/* Of arenas of small allocations that stay registered for the next jobs: unregistering may wait for all streams. */
+static const size_t most_kept_nbytes = (size_t)1 << 30;
 
 static struct {
     pthread_mutex_t lock;
     TB_VEC(registration) list; /* by address; none overlaps another */
+    size_t kept_nbytes;
 } pinned = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* With the lock held, as all below. The first registration that ends behind the address. */
@@ -33,8 +45,8 @@ static size_t find_place(uintptr_t address) {
     return i;
 }
 
-/* Pages that can only be read are tried second: the driver says no more than that it can't register them. */
-static CUresult register_pages(uintptr_t first, uintptr_t last) {
+/* What can only be read is tried second: the driver says no more than that it can't register them. */
+static CUresult register_bytes(uintptr_t first, uintptr_t last) {
     unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
     CUresult result = tb__cuda.cuMemHostRegister((void *)first, last - first, flags);
     if (result != CUDA_SUCCESS && result != CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED &&
@@ -65,26 +77,22 @@ static void insert(registration r) {
     pinned.list.item[i] = r;
 }
 
-static uintptr_t page_nbytes(void) {
-    return (uintptr_t)sysconf(_SC_PAGESIZE);
-}
-
-/* Registers the pages from *at on, at once or, where the program has pinned some of them, in several pieces. *at is
+/* Registers the bytes from *at on, at once or, where the program has pinned some of them, in several pieces. *at is
  * behind those that are registered, also if it fails. */
 static tb_status register_gap(tb__gpu *gpu, uintptr_t *at, uintptr_t last) {
-    uintptr_t page = page_nbytes(), nbytes = last - *at;
+    uintptr_t nbytes = last - *at;
     while (*at < last) {
         if (!tb__vec_reserve(&pinned.list, 1))
             return TB_NO_MEMORY;
-        CUresult result = register_pages(*at, *at + nbytes);
+        CUresult result = register_bytes(*at, *at + nbytes);
         bool is_taken = result == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
-        bool is_programs = is_taken && (nbytes == page || is_pinned_by_program(*at, *at + nbytes));
+        bool is_programs = is_taken && (nbytes == 1 || is_pinned_by_program(*at, *at + nbytes));
         if (result == CUDA_SUCCESS || is_programs) {
             insert((registration){.first = *at, .last = *at + nbytes, .nusers = 1, .gpu = is_programs ? NULL : gpu});
             *at += nbytes;
             nbytes = last - *at;
         } else if (is_taken) {
-            nbytes = nbytes / page / 2 * page;
+            nbytes /= 2;
         } else {
             return tb__cuda_fail(result, "pinning %zu bytes of host memory at %p for %s", (size_t)nbytes, (void *)*at,
                                  gpu->unit);
@@ -105,7 +113,7 @@ static void unregister(size_t i) {
 }
 
 /* Ends the use of all registrations between these addresses. */
-static void release_pages(uintptr_t first, uintptr_t last) {
+static void release_bytes(uintptr_t first, uintptr_t last) {
     for (size_t i = find_place(first); i < pinned.list.count && pinned.list.item[i].first < last;) {
         if (--pinned.list.item[i].nusers == 0)
             unregister(i);
@@ -115,7 +123,7 @@ static void release_pages(uintptr_t first, uintptr_t last) {
 }
 
 /* Registers the gaps, and uses what is there. */
-static tb_status use_pages(tb__gpu *gpu, uintptr_t first, uintptr_t last) {
+static tb_status use_bytes(tb__gpu *gpu, uintptr_t first, uintptr_t last) {
     tb_status status = TB_OK;
     uintptr_t at = first;
     while (at < last && status == TB_OK) {
@@ -129,21 +137,18 @@ static tb_status use_pages(tb__gpu *gpu, uintptr_t first, uintptr_t last) {
         }
     }
     if (status != TB_OK)
-        release_pages(first, at);
+        release_bytes(first, at);
     return status;
 }
 
-static tb_status pin_pages(tb__gpu *gpu, uintptr_t first, uintptr_t last, tb__cuda_pin *pin) {
+static tb_status pin_bytes(tb__gpu *gpu, uintptr_t first, uintptr_t last, tb__cuda_pin *pin) {
     size_t i = find_place(first);
     bool is_ours = i < pinned.list.count && pinned.list.item[i].first < last;
     if (!is_ours && is_pinned_by_program(first, last))
         return TB_OK; /* there is nothing to end */
-    uintptr_t page = page_nbytes();
-    *pin = (tb__cuda_pin){first & ~(page - 1), (last + page - 1) & ~(page - 1)};
-    tb_status status = use_pages(gpu, pin->first, pin->last);
-    if (status != TB_OK)
-        *pin = (tb__cuda_pin){0};
-    return status;
+    TB_TRY(use_bytes(gpu, first, last));
+    *pin = (tb__cuda_pin){.first = first, .last = last};
+    return TB_OK;
 }
 
 /* Several registrations are one range of addresses for the GPU only if these are the host's. */
@@ -156,34 +161,58 @@ static tb_status check_addresses(const tb__gpu *gpu) {
     return tb__fail(TB_REFUSED, "%s (%s) can't use host memory at the host's addresses", gpu->unit, gpu->name);
 }
 
-tb_status tb__cuda_pin_host(tb__gpu *gpu, const void *base, size_t nbytes, tb__cuda_pin **out, CUdeviceptr *address) {
+tb_status tb__cuda_pin_bytes(tb__gpu *gpu, const void *base, size_t nbytes, tb__cuda_pin **out) {
     tb__cuda_pin *pin = tb__calloc(1, sizeof *pin);
     uintptr_t first = (uintptr_t)base;
     tb_status status = pin ? check_addresses(gpu) : TB_NO_MEMORY;
     if (status == TB_OK)
         status = tb__gpu_push(gpu);
-    if (status != TB_OK) {
-        free(pin);
-        return status;
+    if (status == TB_OK) {
+        pthread_mutex_lock(&pinned.lock);
+        status = pin_bytes(gpu, first, first + (nbytes ? nbytes : 1), pin);
+        pthread_mutex_unlock(&pinned.lock);
+        tb__gpu_pop();
     }
-    pthread_mutex_lock(&pinned.lock);
-    status = pin_pages(gpu, first, first + (nbytes ? nbytes : 1), pin);
-    pthread_mutex_unlock(&pinned.lock);
-    tb__gpu_pop();
     if (status != TB_OK) {
         free(pin);
         return status;
     }
     *out = pin;
-    *address = first;
     return TB_OK;
+}
+
+tb_status tb__cuda_pin_host(tb__gpu *gpu, uintptr_t *first, uintptr_t *last, tb__cuda_pin **out) {
+    tb__held_arena held = {0};
+    if (tb__memory_hold((const void *)*first, &held)) {
+        *first = (uintptr_t)held.base;
+        *last = *first + held.nbytes;
+    }
+    tb_status status = tb__cuda_pin_bytes(gpu, (const void *)*first, *last - *first, out);
+    if (status == TB_OK)
+        (*out)->held = held;
+    else
+        tb__memory_let_go(held.arena);
+    return status;
+}
+
+/* With the lock held: whether the last use of an arena is not ended. */
+static bool is_kept(const tb__cuda_pin *pin) {
+    size_t i = find_place(pin->first);
+    bool is = pin->held.is_shared && i < pinned.list.count && pinned.list.item[i].first < pin->last &&
+              pinned.list.item[i].nusers == 1 && pin->held.nbytes <= most_kept_nbytes - pinned.kept_nbytes;
+    pinned.kept_nbytes += is ? pin->held.nbytes : 0;
+    return is;
 }
 
 void tb__cuda_unpin(tb__cuda_pin *pin) {
     if (pin && !tb__cuda_is_inherited()) {
         pthread_mutex_lock(&pinned.lock);
-        release_pages(pin->first, pin->last);
+        bool is_over = !is_kept(pin);
+        if (is_over)
+            release_bytes(pin->first, pin->last);
         pthread_mutex_unlock(&pinned.lock);
+        if (is_over)
+            tb__memory_let_go(pin->held.arena);
     }
     free(pin);
 }

@@ -77,11 +77,10 @@ bool tb__cuda_free_on(void *address) {
 
 tb_status tb__cuda_pin_pages(void *address, size_t nbytes) {
     tb__gpu *gpu;
-    CUdeviceptr unused;
     held h = {.address = address};
     TB_TRY(tb__cuda_load());
     TB_TRY(tb__gpu_get(current_ordinal(), &gpu));
-    TB_TRY(tb__cuda_pin_host(gpu, address, nbytes, &h.pin, &unused));
+    TB_TRY(tb__cuda_pin_bytes(gpu, address, nbytes, &h.pin));
     tb_status status = hold(h);
     if (status != TB_OK)
         tb__cuda_unpin(h.pin);

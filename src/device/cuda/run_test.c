@@ -242,6 +242,101 @@ static void test_checksum(void **state) {
     free_bed(&b);
 }
 
+/* ---- Host memory ------------------------------------------------------------------------------------------------- */
+
+static void run_with_buffer(bed *b, tb__job *job, void *buffer) {
+    tb__fence fence = {0};
+    assert_ok(b->device->ops->run(b->device, job, &(tb__run){.dst_buffer = buffer}, &fence));
+    assert_done(b, &fence);
+}
+
+/* Buffers of runs may be freed before the job is released, and other memory be where they were. */
+static void test_freed_buffers(void **state) {
+    static const int64_t unit[1][TB_MAX_DIMS] = {{1}};
+    const size_t nbytes = ((size_t)1 << 30) + ((size_t)100 << 20); /* too large to be kept when it is freed */
+    bed b;
+    char *before = NULL;
+    tb__job *job;
+    (void)state;
+    make_bed(&b);
+    const void *src = b.memory;
+    tb__move move = {.ndim = 1,
+                     .len = {N},
+                     .is_dst_in_buffer = true,
+                     .dst_stride = {1},
+                     .nsrc = 1,
+                     .src = &src,
+                     .src_stride = unit,
+                     .src_dtype = TB_U8,
+                     .wire_dtype = TB_U8,
+                     .dst_dtype = TB_U8};
+    assert_ok(b.device->ops->prepare(b.device, &move, 1, &job));
+    for (int i = 1; i < 4; i++) {
+        void *p;
+        assert_ok(tb_alloc(i == 3 ? N : nbytes, &p));
+        char *bytes = p;
+        fill(&b, i);
+        memset(bytes, 77, N);
+        run_with_buffer(&b, job, bytes);
+        for (int k = 0; k < N; k++)
+            assert_int_equal(bytes[k], i);
+        assert_true(bytes != before);
+        before = bytes;
+        tb_free(p);
+    }
+    static char elsewhere[N];
+    tb__fence fence = {0};
+    assert_ok(b.device->ops->run(b.device, job, &(tb__run){.dst_buffer = elsewhere}, &fence));
+    assert_true(wait_for(&b, &fence, 30000, NULL));
+    assert_int_equal(fence.status, TB_INVALID);
+    b.device->ops->release(b.device, job);
+    free_bed(&b);
+}
+
+/* A job that uses a part of a tensor in the heap: the program can copy all of the tensor, and what is beside it. */
+static void test_tensor_in_heap(void **state) {
+    enum { FIRST = 1000, LAST = 9000 };
+    static const int64_t unit[1][TB_MAX_DIMS] = {{1}};
+    bed b;
+    char *heap = malloc(3 * LAST);
+    tb__job *jobs[2];
+    tb__fence fence;
+    (void)state;
+    make_bed(&b);
+    for (int i = 0; i < 2; i++) {
+        const void *src = b.memory;
+        tb__move move = {.ndim = 1,
+                         .len = {1000},
+                         .dst = heap + FIRST + 2000 * i,
+                         .dst_stride = {1},
+                         .dst_tensor = {(uintptr_t)heap + FIRST, (uintptr_t)heap + LAST},
+                         .nsrc = 1,
+                         .src = &src,
+                         .src_stride = unit,
+                         .src_dtype = TB_U8,
+                         .wire_dtype = TB_U8,
+                         .dst_dtype = TB_U8};
+        assert_ok(b.device->ops->prepare(b.device, &move, 1, &jobs[i]));
+    }
+    memset(heap, 0, 3 * LAST);
+    for (int i = 0; i < 2; i++) {
+        fence = (tb__fence){0};
+        assert_ok(b.device->ops->run(b.device, jobs[i], &(tb__run){0}, &fence));
+        assert_done(&b, &fence);
+    }
+    for (int i = 0; i < 3 * LAST; i++)
+        assert_int_equal(heap[i], (i >= FIRST && i < FIRST + 1000) || (i >= FIRST + 2000 && i < FIRST + 3000));
+    for (int i = 0; i < 2; i++) {
+        write_gpu(0, (CUdeviceptr)b.memory, heap + FIRST, LAST - FIRST);
+        read_gpu(0, (CUdeviceptr)b.memory, heap + FIRST, LAST - FIRST);
+        read_gpu(0, (CUdeviceptr)b.memory, heap, FIRST);
+        read_gpu(0, (CUdeviceptr)b.memory, heap + LAST, LAST);
+        b.device->ops->release(b.device, jobs[i]);
+    }
+    free(heap);
+    free_bed(&b);
+}
+
 /* Calls that fail at a launch fail its fence, and nothing else. */
 static void test_failed_launch(void **state) {
     const fake_cuda_control *control = need_fake();
@@ -435,37 +530,88 @@ static void test_other_context(void **state) {
     free_bed(&b);
 }
 
-/* Streams that are being captured are refused; captures go on, whatever the library does meanwhile. */
-static void test_capture(void **state) {
-    bed b;
-    tb__fence fence = {0}, run, recorded = {0};
-    tb__gate *gate;
-    CUgraph graph;
-    void *p;
-    (void)state;
-    make_bed(&b);
-    CUstream stream = make_stream_of(0, CU_STREAM_DEFAULT), legacy = NULL, free_stream = make_stream(0);
-    start(&b, &run);
-    assert_done(&b, &run); /* its streams are made */
+static CUstream captured; /* NULL: none is */
+
+static void begin_capture(CUstream stream) {
     set_context(primary_context(0));
     assert_cuda(
         DRIVER_CALL("cuStreamBeginCapture_v2", (CUstream, CUstreamCaptureMode), stream, CU_STREAM_CAPTURE_MODE_GLOBAL));
-    const tb__device_ops *ops = b.device->ops;
-    assert_fails(ops->stream_record(b.device, &stream, &fence), TB_REFUSED, "captured");
-    assert_fails(ops->stream_wait(b.device, &stream, &run), TB_REFUSED, "captured");
-    assert_fails(ops->gate_create(b.device, &stream, tb__now_ms(), &gate), TB_REFUSED, "captured");
-    assert_fails(ops->stream_record(b.device, &legacy, &fence), TB_REFUSED, "capture");
-    assert_ok(ops->stream_record(b.device, &free_stream, &recorded));
+    captured = stream;
+}
+
+static CUresult end_capture(void) {
+    CUgraph graph;
+    CUstream stream = captured;
+    captured = NULL;
+    return DRIVER_CALL("cuStreamEndCapture", (CUstream, CUgraph *), stream, &graph);
+}
+
+/* The library's last call has not ended the capture. */
+static void check_captured(const char *step) {
+    CUstreamCaptureStatus status;
+    assert_cuda(tb__cuda.cuStreamIsCapturing(captured, &status));
+    if (status != CU_STREAM_CAPTURE_STATUS_ACTIVE)
+        fail_msg("%s has ended the capture", step);
+}
+
+#define IN_CAPTURE(step)                                                                                               \
+    do {                                                                                                               \
+        step;                                                                                                          \
+        check_captured(#step);                                                                                         \
+    } while (0)
+
+/* Streams that are being captured are refused; captures go on, whatever the library does meanwhile. */
+static void test_capture(void **state) {
+    const fake_cuda_control *control = fake_cuda();
+    bed b;
+    tb__fence fence = {0}, run, recorded = {0};
+    tb__gate *gate;
+    void *p;
+    (void)state;
+    make_bed(&b);
+    CUstream stream = make_stream_of(0, CU_STREAM_DEFAULT), free_stream = make_stream(0);
+    CUstream legacy[] = {NULL, CU_STREAM_LEGACY};
     start(&b, &run);
-    assert_ok(ops->alloc(b.device, 0, (size_t)300 << 20, &p));
-    assert_done(&b, &run);
-    assert_done(&b, &recorded);
-    ops->free(b.device, p);
-    assert_cuda(DRIVER_CALL("cuStreamEndCapture", (CUstream, CUgraph *), stream, &graph));
+    assert_done(&b, &run); /* its streams are made */
+    begin_capture(stream);
+    const tb__device_ops *ops = b.device->ops;
+    IN_CAPTURE((void)0);
+    IN_CAPTURE(assert_fails(ops->stream_record(b.device, &stream, &fence), TB_REFUSED, "captured"));
+    IN_CAPTURE(assert_fails(ops->stream_wait(b.device, &stream, &run), TB_REFUSED, "captured"));
+    IN_CAPTURE(assert_fails(ops->gate_create(b.device, &stream, tb__now_ms(), &gate), TB_REFUSED, "captured"));
+    for (int i = 0; i < 2; i++) {
+        IN_CAPTURE(assert_fails(ops->stream_record(b.device, &legacy[i], &fence), TB_REFUSED, "captured"));
+        IN_CAPTURE(assert_fails(ops->gate_create(b.device, &legacy[i], 0, &gate), TB_REFUSED, "captured"));
+    }
+    IN_CAPTURE(assert_ok(ops->stream_record(b.device, &free_stream, &recorded)));
+    IN_CAPTURE(start(&b, &run));
+    IN_CAPTURE(assert_ok(ops->alloc(b.device, 0, (size_t)300 << 20, &p)));
+    IN_CAPTURE(assert_done(&b, &run));
+    IN_CAPTURE(assert_done(&b, &recorded));
+    IN_CAPTURE(ops->free(b.device, p));
+    IN_CAPTURE(b.job = (ops->release(b.device, b.job), prepare_copy(b.device, b.memory + N, b.memory, N)));
+    if (control)
+        control->hold_kernel(0);
+    IN_CAPTURE(start(&b, &run));
+    IN_CAPTURE(assert_true(wait_for(&b, &run, 30, NULL) || control)); /* the loop goes to sleep */
+    if (control)
+        control->let_go();
+    IN_CAPTURE(assert_done(&b, &run));
+    assert_cuda(end_capture());
     set_context(NULL);
     assert_cuda(tb__cuda.cuStreamDestroy(stream));
     assert_cuda(tb__cuda.cuStreamDestroy(free_stream));
     free_bed(&b);
+}
+
+/* Whatever a test has left behind when it failed. */
+static int clean_thread(void **state) {
+    (void)state;
+    if (captured)
+        (void)end_capture();
+    while (current_context())
+        set_context(NULL);
+    return 0;
 }
 
 /* ---- Gates ------------------------------------------------------------------------------------------------------- */
@@ -611,23 +757,25 @@ static void test_sticky_error(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_runs),
-        cmocka_unit_test(test_sleep),
-        cmocka_unit_test(test_late_wake),
-        cmocka_unit_test(test_order),
-        cmocka_unit_test(test_cancel),
-        cmocka_unit_test(test_checksum),
-        cmocka_unit_test(test_failed_launch),
-        cmocka_unit_test(test_record),
-        cmocka_unit_test(test_cancelled_record),
-        cmocka_unit_test(test_stream_wait),
-        cmocka_unit_test(test_default_stream),
-        cmocka_unit_test(test_other_context),
-        cmocka_unit_test(test_capture),
-        cmocka_unit_test(test_gates),
-        cmocka_unit_test(test_deadlines),
-        cmocka_unit_test(test_gate_and_free),
-        cmocka_unit_test(test_sticky_error),
+        cmocka_unit_test_teardown(test_runs, clean_thread),
+        cmocka_unit_test_teardown(test_sleep, clean_thread),
+        cmocka_unit_test_teardown(test_late_wake, clean_thread),
+        cmocka_unit_test_teardown(test_order, clean_thread),
+        cmocka_unit_test_teardown(test_cancel, clean_thread),
+        cmocka_unit_test_teardown(test_checksum, clean_thread),
+        cmocka_unit_test_teardown(test_freed_buffers, clean_thread),
+        cmocka_unit_test_teardown(test_tensor_in_heap, clean_thread),
+        cmocka_unit_test_teardown(test_failed_launch, clean_thread),
+        cmocka_unit_test_teardown(test_record, clean_thread),
+        cmocka_unit_test_teardown(test_cancelled_record, clean_thread),
+        cmocka_unit_test_teardown(test_stream_wait, clean_thread),
+        cmocka_unit_test_teardown(test_default_stream, clean_thread),
+        cmocka_unit_test_teardown(test_other_context, clean_thread),
+        cmocka_unit_test_teardown(test_capture, clean_thread),
+        cmocka_unit_test_teardown(test_gates, clean_thread),
+        cmocka_unit_test_teardown(test_deadlines, clean_thread),
+        cmocka_unit_test_teardown(test_gate_and_free, clean_thread),
+        cmocka_unit_test_teardown(test_sticky_error, clean_thread),
     };
     need_gpu();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -17,21 +17,37 @@ static bool is_default(CUstream stream) {
     return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
 }
 
-static tb__gpu *any_gpu(void) {
-    tb__gpu *gpu = NULL;
-    for (int i = 0; i < TB__MAX_GPUS && !gpu; i++)
-        gpu = tb__gpu_if_used(i);
-    return gpu;
+/* Makes some context current, if there is one that can be used. */
+static bool push_any(void) {
+    for (int i = 0; i < TB__MAX_GPUS; i++) {
+        tb__gpu *gpu = tb__gpu_if_used(i);
+        if (gpu && tb__gpu_push(gpu) == TB_OK)
+            return true;
+    }
+    return false;
 }
 
-/* The driver may want some current context to answer. */
+/* Almost any call with a stream that takes part in a capture ends the capture, and so does any use of the default
+ * stream while a blocking stream of its context is captured. This one does not. */
+static CUresult check_capture(CUstream stream) {
+    CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+    CUresult result = tb__cuda.cuStreamIsCapturing(stream, &capture);
+    return result == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+                                                                              : result;
+}
+
+/* The driver may want some current context to answer; that of the default stream is the current one. */
 static CUresult get_context(CUstream stream, CUcontext *out) {
-    CUresult result = tb__cuda.cuStreamGetCtx(stream, out);
-    tb__gpu *gpu = is_default(stream) ? NULL : any_gpu();
-    if (result == CUDA_ERROR_INVALID_CONTEXT && gpu && tb__gpu_push(gpu) == TB_OK) {
-        result = tb__cuda.cuStreamGetCtx(stream, out);
-        tb__gpu_pop();
+    if (is_default(stream)) {
+        CUresult result = tb__cuda.cuCtxGetCurrent(out);
+        return result == CUDA_SUCCESS && !*out ? CUDA_ERROR_INVALID_CONTEXT : result;
     }
+    bool is_pushed = push_any();
+    CUresult result = check_capture(stream);
+    if (result == CUDA_SUCCESS)
+        result = tb__cuda.cuStreamGetCtx(stream, out);
+    if (is_pushed)
+        tb__gpu_pop();
     return result;
 }
 
@@ -51,18 +67,6 @@ static tb_status find_gpu(CUcontext context, tb__gpu **out) {
     return TB_OK;
 }
 
-/* The context is current. */
-static tb_status check_capture(CUstream stream, const tb__gpu *gpu) {
-    CUstreamCaptureStatus capture;
-    CUresult result = tb__cuda.cuStreamIsCapturing(stream, &capture);
-    if (result == CUDA_SUCCESS && capture == CU_STREAM_CAPTURE_STATUS_NONE)
-        return TB_OK;
-    if (result == CUDA_SUCCESS || result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
-        return tb__fail(TB_REFUSED, "the stream on %s is being captured to a graph, which can't contain transfers",
-                        gpu->unit);
-    return tb__cuda_fail(result, "cuStreamIsCapturing on %s", gpu->unit);
-}
-
 tb_status tb__stream_push(const void *stream, CUstream *handle, tb__gpu **gpu) {
     CUcontext context = NULL;
     *handle = *(const CUstream *)stream;
@@ -70,16 +74,18 @@ tb_status tb__stream_push(const void *stream, CUstream *handle, tb__gpu **gpu) {
     CUresult result = get_context(*handle, &context);
     if (result == CUDA_ERROR_INVALID_CONTEXT && is_default(*handle))
         return tb__fail(TB_INVALID, "the default stream is that of the calling thread's GPU, and it has none");
-    if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
-        return tb__fail(TB_REFUSED, "the default stream takes part in a capture");
-    if (result != CUDA_SUCCESS)
-        return tb__cuda_fail(result, "the context of the stream %p", (const void *)*handle);
-    TB_TRY(find_gpu(context, gpu));
-    TB_TRY(tb__gpu_push(*gpu));
-    tb_status status = check_capture(*handle, *gpu);
-    if (status != TB_OK)
+    if (result == CUDA_SUCCESS) {
+        TB_TRY(find_gpu(context, gpu));
+        TB_TRY(tb__gpu_push(*gpu));
+        result = is_default(*handle) ? check_capture(*handle) : CUDA_SUCCESS;
+        if (result == CUDA_SUCCESS)
+            return TB_OK;
         tb__gpu_pop();
-    return status;
+    }
+    if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+        return tb__fail(TB_REFUSED, "the stream %p is being captured to a graph, which can't contain transfers",
+                        (const void *)*handle);
+    return tb__cuda_fail(result, "the context of the stream %p", (const void *)*handle);
 }
 
 /* ---- Gates ------------------------------------------------------------------------------------------------------- */

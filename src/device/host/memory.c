@@ -3,8 +3,9 @@
  *
  * A descriptor is scarce, and a file that has no pages costs nothing. So files are made much longer than what is asked
  * for, and arenas take their places in them: each new file is as long as all before it together, within bounds. What an
- * arena leaves is given back to the system as a hole. Only reserved huge pages, which are taken for a whole file at
- * once, have files of their own. */
+ * arena leaves is given back to the system as a hole, and no arena gets that place again: a device of a peer may still
+ * have the old pages pinned, and would read those. Only reserved huge pages, which are taken for a whole file at once,
+ * have files of their own. */
 #include "device/host/memory.h"
 
 #include "base/descriptors.h"
@@ -42,8 +43,9 @@ typedef struct tb__memory_arena arena;
 /* A memfd, and addresses for all of it, at which only its arenas are mapped. */
 typedef struct file {
     tb__arena_file map;
-    bool is_whole;                                   /* one arena has all of it: of huge pages, and other processes' */
-    TAILQ_HEAD(arena_list, tb__memory_arena) arenas; /* by their addresses */
+    bool is_whole;               /* one arena has all of it: of huge pages, and other processes' */
+    bool is_adopted;             /* another process's */
+    size_t narenas, nbytes_used; /* now; and what they have had so far */
     LIST_ENTRY(file) link;
 } file;
 
@@ -51,17 +53,17 @@ struct tb__memory_arena {
     file *file;
     char *base;
     size_t nbytes;
-    size_t nallocations;
-    bool is_large;     /* never has more than one */
+    size_t nusers;     /* allocations, and those who hold it */
+    bool is_large;     /* never has more than one allocation */
     tb__extent *first; /* the only one while there are no allocations */
-    TAILQ_ENTRY(tb__memory_arena) link, idle_link;
+    TAILQ_ENTRY(tb__memory_arena) idle_link;
 };
 
 static struct {
     pthread_mutex_t lock;
     tb__extents extents;
     LIST_HEAD(file_list, file) files, inherited;  /* inherited: the parent's files, not mapped here */
-    TAILQ_HEAD(idle_list, tb__memory_arena) idle; /* without allocations; the longest idle first */
+    TAILQ_HEAD(idle_list, tb__memory_arena) idle; /* without users; the longest idle first */
     size_t busy_bytes, idle_bytes;                /* of arenas */
     size_t file_bytes;                            /* of files for several arenas */
     size_t narenas;                               /* so far */
@@ -167,7 +169,6 @@ static tb_status open_file(size_t nbytes, bool is_huge, file **out) {
     }
     made->map = (tb__arena_file){.base = base, .nbytes = nbytes, .fd = fd};
     made->is_whole = is_huge;
-    TAILQ_INIT(&made->arenas);
     LIST_INSERT_HEAD(&pool.files, made, link);
     pool.file_bytes += is_huge ? 0 : nbytes;
     *out = made;
@@ -202,10 +203,9 @@ static tb_status check_room(size_t nbytes) {
 static void release_arena(arena *it) {
     file *from = it->file;
     TAILQ_REMOVE(&pool.idle, it, idle_link);
-    TAILQ_REMOVE(&from->arenas, it, link);
     pool.idle_bytes -= it->nbytes;
     tb__extents_remove(&pool.extents, it->first);
-    if (TAILQ_EMPTY(&from->arenas)) {
+    if (--from->narenas == 0) {
         close_file(from);
     } else {
         unmap_but_reserve(it->base, it->nbytes);
@@ -221,18 +221,6 @@ static void release_idle(size_t keep) {
         release_arena(TAILQ_FIRST(&pool.idle));
 }
 
-/* Where in the file there is room; *next is the arena that follows, NULL: none does. SIZE_MAX: there is none. */
-static size_t find_room(const file *in, size_t nbytes, arena **next) {
-    size_t at = 0;
-    TAILQ_FOREACH(*next, &in->arenas, link) {
-        size_t start = (size_t)((*next)->base - (char *)in->map.base);
-        if (start - at >= nbytes)
-            return at;
-        at = start + (*next)->nbytes;
-    }
-    return in->map.nbytes - at >= nbytes ? at : SIZE_MAX;
-}
-
 /* A new file, for this arena and, where the process may have that, for many others. */
 static tb_status add_file(size_t nbytes, file **out) {
     struct rlimit limit;
@@ -245,38 +233,33 @@ static tb_status add_file(size_t nbytes, file **out) {
     return open_file(nbytes, false, out);
 }
 
+static bool has_room(const file *in, size_t nbytes) {
+    return !in->is_whole && in->map.nbytes - in->nbytes_used >= nbytes;
+}
+
 /* Gives the arena its place in a file. */
 static tb_status place_arena(arena *it, size_t nbytes) {
-    arena *next = NULL;
     file *in = NULL;
-    size_t at = SIZE_MAX;
     TB_TRY(check_room(nbytes));
-    if (has_huge_pages(nbytes) && open_file(nbytes, true, &in) == TB_OK)
-        at = 0;
-    for (file *known = LIST_FIRST(&pool.files); known && at == SIZE_MAX; known = LIST_NEXT(known, link)) {
-        in = known;
-        at = known->is_whole ? SIZE_MAX : find_room(known, nbytes, &next);
-    }
-    if (at == SIZE_MAX) {
-        TB_TRY(add_file(nbytes, &in));
-        at = 0;
-        next = NULL;
+    if (!has_huge_pages(nbytes) || open_file(nbytes, true, &in) != TB_OK) {
+        in = LIST_FIRST(&pool.files);
+        while (in && !has_room(in, nbytes))
+            in = LIST_NEXT(in, link);
+        if (!in)
+            TB_TRY(add_file(nbytes, &in));
     }
     it->file = in;
-    it->base = (char *)in->map.base + at;
+    it->base = (char *)in->map.base + in->nbytes_used;
     it->nbytes = nbytes;
-    if (next)
-        TAILQ_INSERT_BEFORE(next, it, link);
-    else
-        TAILQ_INSERT_TAIL(&in->arenas, it, link);
     if (map_part(&in->map, it->base, nbytes)) {
         if (!in->is_whole)
             madvise(it->base, nbytes, MADV_HUGEPAGE); /* a hint only */
+        in->narenas++;
+        in->nbytes_used += nbytes;
         return TB_OK;
     }
     int error = errno;
-    TAILQ_REMOVE(&in->arenas, it, link);
-    if (TAILQ_EMPTY(&in->arenas))
+    if (in->narenas == 0)
         close_file(in);
     else
         unmap_but_reserve(it->base, nbytes);
@@ -389,7 +372,7 @@ static tb_status allocate_extent(size_t nbytes, size_t asked, size_t alignment, 
     extent->asked = asked;
     tb__extents_update(&pool.extents, extent);
     arena *from = extent->arena;
-    if (from->nallocations++ == 0) {
+    if (from->nusers++ == 0) {
         TAILQ_REMOVE(&pool.idle, from, idle_link);
         pool.idle_bytes -= from->nbytes;
         pool.busy_bytes += from->nbytes;
@@ -437,6 +420,15 @@ bool tb__memory_has_pinned(void) {
     return atomic_load(&npinned) > 0;
 }
 
+static void let_go(arena *from) {
+    if (--from->nusers > 0)
+        return;
+    TAILQ_INSERT_TAIL(&pool.idle, from, idle_link);
+    pool.idle_bytes += from->nbytes;
+    pool.busy_bytes -= from->nbytes;
+    release_idle(pool.busy_bytes > KEPT_BYTES ? pool.busy_bytes : KEPT_BYTES);
+}
+
 static void free_extent(tb__extent *extent) {
     arena *from = extent->arena;
     extent->is_used = false;
@@ -448,12 +440,7 @@ static void free_extent(tb__extent *extent) {
         merge_extents(extent, extent->next);
     }
     tb__extents_update(&pool.extents, extent);
-    if (--from->nallocations > 0)
-        return;
-    TAILQ_INSERT_TAIL(&pool.idle, from, idle_link);
-    pool.idle_bytes += from->nbytes;
-    pool.busy_bytes -= from->nbytes;
-    release_idle(pool.busy_bytes > KEPT_BYTES ? pool.busy_bytes : KEPT_BYTES);
+    let_go(from);
 }
 
 static bool is_inherited(uintptr_t address) {
@@ -530,15 +517,13 @@ tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes) {
         free(extent);
         return status;
     }
-    from->is_whole = true;
-    TAILQ_INIT(&from->arenas);
+    from->is_whole = from->is_adopted = true;
     *made = (arena){.file = from,
                     .base = from->map.base,
                     .nbytes = from->map.nbytes,
-                    .nallocations = 1, /* never freed by tb_free */
+                    .nusers = 1, /* never freed by tb_free */
                     .is_large = true,
                     .first = extent};
-    TAILQ_INSERT_HEAD(&from->arenas, made, link);
     *extent = (tb__extent){
         .start = (uintptr_t)made->base, .nbytes = made->nbytes, .asked = made->nbytes, .is_used = true, .arena = made};
     *base = made->base;
@@ -577,4 +562,27 @@ bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out) {
     }
     pthread_mutex_unlock(&pool.lock);
     return is_found;
+}
+
+/* ---- Arenas that devices have pinned ---------------------------------------------------------------------------- */
+
+bool tb__memory_hold(const void *ptr, tb__held_arena *out) {
+    pthread_mutex_lock(&pool.lock);
+    const tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)ptr);
+    arena *it = extent && extent->is_used && (uintptr_t)ptr - extent->start < extent->nbytes ? extent->arena : NULL;
+    bool is_ours = it && !it->file->is_adopted;
+    if (is_ours) {
+        it->nusers++;
+        *out = (tb__held_arena){it, it->base, it->nbytes, !it->is_large};
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return is_ours;
+}
+
+void tb__memory_let_go(tb__memory_arena *held) {
+    if (!held)
+        return;
+    pthread_mutex_lock(&pool.lock);
+    let_go(held);
+    pthread_mutex_unlock(&pool.lock);
 }

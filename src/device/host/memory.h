@@ -24,6 +24,19 @@ bool tb__memory_has_pinned(void); /* whether there is any */
  */
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out);
 
+/* An arena of this process that is not given back to the system, for devices that have pinned its pages. */
+typedef struct tb__memory_arena tb__memory_arena;
+typedef struct tb__held_arena {
+    tb__memory_arena *arena;
+    char *base; /* whole pages, in which there is nothing but memory of tb_alloc */
+    size_t nbytes;
+    bool is_shared; /* by small allocations */
+} tb__held_arena;
+
+/* Holds the arena of this address, which is in a live allocation. False: it is none of this process's own. */
+bool tb__memory_hold(const void *ptr, tb__held_arena *out);
+void tb__memory_let_go(tb__memory_arena *arena); /* NULL is allowed */
+
 /* Maps the memory of another process, a memfd that is sealed against shrinking, so that peers can map tensors in it
  * like those of tb_alloc. The caller keeps the descriptor. *base is byte 0 of the file. */
 tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes);

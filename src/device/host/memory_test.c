@@ -240,6 +240,72 @@ static void test_idle_is_bounded(void **state) {
     tb_free(stays);
 }
 
+/* Where a stretch of memory is in its file. */
+typedef struct place {
+    ino_t file;
+    size_t first, last;
+} place;
+
+static place place_of(const char *p, size_t nbytes) {
+    struct stat info;
+    tb__arena_file file = find(p, nbytes);
+    assert_int_equal(fstat(file.fd, &info), 0);
+    size_t first = (size_t)(p - (const char *)file.base);
+    return (place){info.st_ino, first, first + nbytes};
+}
+
+/* What was given back is nobody's any more: a peer's GPU may still have the old pages. */
+static void test_places_are_used_once(void **state) {
+    (void)state;
+    enum { N = 8 };
+    const size_t nbytes[] = {300 * MIB, 340 * MIB, 400 * MIB};
+    char *p[N], *stays = take(MIB);
+    place before[3 * N] = {{0}};
+    size_t n = 0;
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < N; i++) {
+            p[i] = take(nbytes[round]);
+            place now = place_of(p[i], nbytes[round]);
+            for (size_t k = 0; k < n; k++)
+                assert_false(now.file == before[k].file && now.first < before[k].last && before[k].first < now.last);
+            before[n++] = now;
+        }
+        for (int i = 0; i < N; i++)
+            tb_free(p[i]);
+    }
+    tb_free(stays);
+}
+
+/* What a device has pinned stays where it is, also when it is freed. */
+static void test_held(void **state) {
+    (void)state;
+    enum { N = 20 };
+    const size_t nbytes = 200 * MIB;
+    tb__held_arena large, small;
+    char *p = take(nbytes), *few = take(100), *others[N];
+    assert_true(tb__memory_hold(p + nbytes / 2, &large) && tb__memory_hold(few + 99, &small));
+    assert_true(large.base <= p && p + nbytes <= large.base + large.nbytes && !large.is_shared);
+    assert_true(small.base <= few && few + 100 <= small.base + small.nbytes && small.is_shared);
+    assert_int_equal(((uintptr_t)large.base | large.nbytes | (uintptr_t)small.base | small.nbytes) % 4096, 0);
+    assert_false(tb__memory_hold(&large, &(tb__held_arena){0}));
+    *p = 7;
+    tb_free(p);
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < N; i++) {
+            others[i] = take(nbytes);
+            assert_true(others[i] != p || round > 0);
+        }
+        for (int i = 0; i < N; i++)
+            tb_free(others[i]);
+        assert_true(round > 0 || *p == 7);
+        if (round == 0)
+            tb__memory_let_go(large.arena);
+    }
+    tb_free(few);
+    tb__memory_let_go(small.arena);
+    tb__memory_let_go(NULL);
+}
+
 static int count_descriptors(void) {
     int count = 0;
     DIR *dir = opendir("/proc/self/fd");
@@ -531,6 +597,8 @@ int main(void) {
         cmocka_unit_test(test_reuse),
         cmocka_unit_test(test_pieces_join),
         cmocka_unit_test(test_idle_is_bounded),
+        cmocka_unit_test(test_places_are_used_once),
+        cmocka_unit_test(test_held),
         cmocka_unit_test(test_descriptors),
         cmocka_unit_test(test_file),
         cmocka_unit_test(test_find),

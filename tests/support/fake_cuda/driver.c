@@ -145,8 +145,10 @@ static CUresult check_call(const char *function, int needs) {
         if (error != CUDA_SUCCESS)
             return error;
     }
-    if ((needs & IS_UNSAFE) && fake.ncaptures > 0 && thread.mode != CU_STREAM_CAPTURE_MODE_RELAXED)
+    if ((needs & IS_UNSAFE) && fake.ncaptures > 0 && thread.mode != CU_STREAM_CAPTURE_MODE_RELAXED) {
+        end_captures();
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
     return CUDA_SUCCESS;
 }
 
@@ -205,6 +207,9 @@ CUresult cuGetErrorName(CUresult error, const char **text) {
         ERROR_NAME(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
         ERROR_NAME(CUDA_ERROR_NOT_SUPPORTED)
         ERROR_NAME(CUDA_ERROR_NOT_PERMITTED)
+        ERROR_NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        ERROR_NAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+        ERROR_NAME(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
     default:
         *text = NULL;
         return CUDA_ERROR_INVALID_VALUE;

@@ -19,9 +19,20 @@ bool is_pinned(const void *address) {
     return find_pinned((uintptr_t)address);
 }
 
-static void add_pinned(void *base, size_t nbytes, bool is_registered) {
+bool is_partly_pinned(const void *address, size_t nbytes) {
+    uintptr_t first = (uintptr_t)address, last = first + nbytes;
+    bool is_partly = false;
+    for (const pinned_range *r = LIST_FIRST(&pinned); r; r = LIST_NEXT(r, link)) {
+        if (first >= r->base && last <= r->base + r->nbytes)
+            return false;
+        is_partly |= first < r->base + r->nbytes && r->base < last;
+    }
+    return is_partly;
+}
+
+static void add_pinned(void *base, size_t nbytes, uint64_t mapped) {
     pinned_range *r = get(sizeof *r);
-    *r = (pinned_range){(uintptr_t)base, nbytes, next_memory_id(), is_registered, {0}};
+    *r = (pinned_range){(uintptr_t)base, nbytes, next_memory_id(), mapped, {0}};
     LIST_INSERT_HEAD(&pinned, r, link);
 }
 
@@ -32,7 +43,7 @@ CUresult cuMemHostAlloc(void **out, size_t nbytes, unsigned flags) {
     if (*out == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     lock();
-    add_pinned(*out, nbytes, false);
+    add_pinned(*out, nbytes, 0);
     unlock();
     return CUDA_SUCCESS;
 }
@@ -41,7 +52,7 @@ CUresult cuMemFreeHost(void *base) {
     ENTER(NEEDS_CONTEXT | IS_UNSAFE);
     lock();
     pinned_range *r = find_pinned((uintptr_t)base);
-    if (!r || r->base != (uintptr_t)base || r->is_registered)
+    if (!r || r->base != (uintptr_t)base || r->mapped)
         die("cuMemFreeHost of what cuMemHostAlloc did not allocate");
     munmap(base, r->nbytes);
     LIST_REMOVE(r, link);
@@ -50,30 +61,38 @@ CUresult cuMemFreeHost(void *base) {
     return CUDA_SUCCESS;
 }
 
-/* Whether all of it is mapped, and can be written to if that is wanted. */
-static bool has_rights(uintptr_t at, size_t nbytes, bool is_written) {
+/* Tells what is mapped at the addresses from what was mapped there before; 0: not all of it is, or not with the rights
+ * that are wanted. Anonymous memory is not told from other such memory. */
+static uint64_t identify(uintptr_t at, size_t nbytes, bool is_written) {
     FILE *maps = fopen("/proc/self/maps", "re");
     char line[512], rights[5];
-    unsigned long first, last;
+    unsigned long first, last, offset, inode;
+    uint64_t id = 1, before = 0;
+    uintptr_t end = at + nbytes;
     if (!maps)
         die("no /proc");
-    for (uintptr_t end = at + nbytes; at < end && fgets(line, sizeof line, maps);) {
-        if (sscanf(line, "%lx-%lx %4s", &first, &last, rights) != 3 || at < first || at >= last)
+    while (at < end && fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%lx-%lx %4s %lx %*s %lu", &first, &last, rights, &offset, &inode) != 5 || at < first ||
+            at >= last)
             continue;
         if (rights[0] != 'r' || (is_written && rights[1] != 'w'))
             break;
+        uint64_t file = inode ? (inode ^ (offset - first) * 7) % 1000003 : 0;
+        if (file && file != before) /* a mapping that is cut into pieces counts as one */
+            id = id * 31 + file;
+        before = file;
         at = last;
-        nbytes = at < end ? end - at : 0;
     }
     fclose(maps);
-    return nbytes == 0;
+    return at < end ? 0 : id;
 }
 
 CUresult cuMemHostRegister(void *base, size_t nbytes, unsigned flags) {
     ENTER(NEEDS_CONTEXT | IS_UNSAFE);
     uintptr_t first = (uintptr_t)base;
     CUresult result = CUDA_SUCCESS;
-    if (nbytes == 0 || !has_rights(first, nbytes, !(flags & CU_MEMHOSTREGISTER_READ_ONLY)))
+    uint64_t mapped = nbytes ? identify(first, nbytes, !(flags & CU_MEMHOSTREGISTER_READ_ONLY)) : 0;
+    if (!mapped)
         return CUDA_ERROR_INVALID_VALUE;
     lock();
     for (const pinned_range *r = LIST_FIRST(&pinned); r; r = LIST_NEXT(r, link)) {
@@ -81,7 +100,7 @@ CUresult cuMemHostRegister(void *base, size_t nbytes, unsigned flags) {
             result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
     }
     if (result == CUDA_SUCCESS)
-        add_pinned(base, nbytes, true);
+        add_pinned(base, nbytes, mapped);
     unlock();
     return result;
 }
@@ -91,10 +110,12 @@ CUresult cuMemHostUnregister(void *base) {
     lock();
     wait_for_parked_streams();
     pinned_range *r = find_pinned((uintptr_t)base);
-    if (!r || r->base != (uintptr_t)base || !r->is_registered)
+    if (!r || r->base != (uintptr_t)base || !r->mapped)
         die("host memory is unregistered that is not registered");
     if (is_in_use_by_kernel(r->base, r->base + r->nbytes))
         die("host memory at %p is unregistered while a kernel uses it", base);
+    if (identify(r->base, r->nbytes, false) != r->mapped)
+        die("host memory at %p was unmapped while it was registered: GPUs have used other pages than the CPU", base);
     LIST_REMOVE(r, link);
     free(r);
     unlock();

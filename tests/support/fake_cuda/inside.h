@@ -48,7 +48,7 @@ typedef struct fake {
     fake_gpu gpus[MOST_GPUS];
     uint64_t random;
     int64_t most_us;
-    int ncaptures, nblocking_captures; /* streams that are being captured */
+    int ncaptures; /* streams that are being captured */
 } fake_state;
 
 extern fake_state fake;
@@ -64,7 +64,7 @@ enum {
     NEEDS_NOTHING = 0, /* not even cuInit */
     NEEDS_INIT = 1,
     NEEDS_CONTEXT = 3, /* and that it has not failed */
-    IS_UNSAFE = 4,     /* not allowed while any stream is being captured, unless the thread's mode is relaxed */
+    IS_UNSAFE = 4,     /* ends all captures, unless the thread's mode is relaxed */
 };
 /* The beginning of every call: if it is not CUDA_SUCCESS, that is the result. */
 CUresult enter(const char *function, int needs);
@@ -99,16 +99,19 @@ typedef struct pinned_range {
     uintptr_t base;
     size_t nbytes;
     uint64_t id;
-    bool is_registered;
+    uint64_t mapped; /* what was mapped there when it was registered; 0: it was allocated */
     LIST_ENTRY(pinned_range) link;
 } pinned_range;
 
 pinned_range *find_pinned(uintptr_t address); /* with the lock held, here and below; NULL: it is not pinned */
 bool is_pinned(const void *address);
+/* The driver refuses copies from and to such memory: some bytes are pinned, others not, or in another range. */
+bool is_partly_pinned(const void *address, size_t nbytes);
 
 /* ---- stream.c ---- */
 
 void stream_fail(fake_gpu *gpu); /* with the lock held. Work of its streams is gone */
+void end_captures(void);         /* with the lock held: they have become invalid */
 /* Blocks while a stream waits for a value, as the driver's own calls do. Releases the lock meanwhile. */
 void wait_for_parked_streams(void);
 void fail_kernel(long n, int result);

@@ -427,12 +427,13 @@ CUresult cuMemMap(CUdeviceptr address, size_t nbytes, size_t offset, CUmemGeneri
     lock();
     storage *s = storage_of(handle);
     const space *at = find_space(address);
-    bool is_good = at && nbytes <= at->nbytes - (address - at->base) && offset == 0 && nbytes <= s->nbytes &&
-                   nbytes % GRANULE == 0 && !find_piece(address) && !find_piece(address + nbytes - 1);
-    if (is_good)
+    bool is_good = at && nbytes <= at->nbytes - (address - at->base) && offset == 0 && nbytes % GRANULE == 0 &&
+                   !find_piece(address) && !find_piece(address + nbytes - 1);
+    bool is_there = nbytes <= s->nbytes;
+    if (is_good && is_there)
         map_storage(address, nbytes, s, true);
     unlock();
-    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return !is_good ? CUDA_ERROR_INVALID_VALUE : is_there ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
 }
 
 /* Whole pieces only. */
@@ -555,17 +556,19 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t nbytes) {
     ENTER(NEEDS_CONTEXT);
     lock();
-    if (nbytes)
+    bool is_good = !is_partly_pinned(from, nbytes);
+    if (nbytes && is_good)
         memcpy(reach(to, current_gpu()->ordinal), from, nbytes);
     unlock();
-    return CUDA_SUCCESS;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t nbytes) {
     ENTER(NEEDS_CONTEXT);
     lock();
-    if (nbytes)
+    bool is_good = !is_partly_pinned(to, nbytes);
+    if (nbytes && is_good)
         memcpy(to, reach(from, current_gpu()->ordinal), nbytes);
     unlock();
-    return CUDA_SUCCESS;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

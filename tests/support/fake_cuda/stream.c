@@ -30,7 +30,8 @@ struct CUstream_st {
     CUcontext context;
     TAILQ_HEAD(work_list, work) queue;
     bool is_blocking; /* it waits for the default stream, and the other way round */
-    bool is_captured, is_busy;
+    bool is_busy;
+    CUstreamCaptureStatus capture;
     LIST_ENTRY(CUstream_st) link;
 };
 
@@ -262,15 +263,41 @@ static CUstream resolve(CUstream stream) {
     return gpu->null_stream;
 }
 
+void end_captures(void) {
+    for (CUstream s = LIST_FIRST(&streams); s; s = LIST_NEXT(s, link)) {
+        if (s->capture == CU_STREAM_CAPTURE_STATUS_ACTIVE)
+            s->capture = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    }
+}
+
+/* With the lock held. Whether the handle is that of the default stream, which depends on the blocking streams of the
+ * context, and one of these is being captured. */
+static bool depends_on_capture(CUstream given) {
+    if (given && given != CU_STREAM_LEGACY)
+        return false;
+    for (CUstream s = LIST_FIRST(&streams); s; s = LIST_NEXT(s, link)) {
+        if (s->is_blocking && s->capture != CU_STREAM_CAPTURE_STATUS_NONE && s->context == current_context())
+            return true;
+    }
+    return false;
+}
+
+/* With the lock held. What is not recorded in a capture ends it. */
+static CUresult check_use(CUstream given) {
+    bool is_implicit = depends_on_capture(given);
+    if (!is_implicit && resolve(given)->capture == CU_STREAM_CAPTURE_STATUS_NONE)
+        return CUDA_SUCCESS;
+    end_captures();
+    return is_implicit ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
 /* Appends work. */
 static CUresult submit(CUstream given, work like) {
     lock();
     CUstream stream = resolve(given);
-    CUresult result = CUDA_SUCCESS;
-    if (stream->context->gpu->error != CUDA_SUCCESS)
-        result = stream->context->gpu->error;
-    else if (stream->is_captured)
-        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    CUresult result = stream->context->gpu->error;
+    if (result == CUDA_SUCCESS)
+        result = check_use(given);
     if (result == CUDA_SUCCESS) {
         work *w = get(sizeof *w);
         *w = like;
@@ -308,10 +335,13 @@ CUresult cuStreamDestroy(CUstream stream) {
 
 CUresult cuStreamGetCtx(CUstream stream, CUcontext *out) {
     ENTER(NEEDS_INIT);
-    if (is_default(stream))
-        return cuCtxGetCurrent(out) == CUDA_SUCCESS && *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
-    *out = ((CUstream)check_handle(stream, STREAM, "a stream"))->context;
-    return CUDA_SUCCESS;
+    if (is_default(stream) && (cuCtxGetCurrent(out) != CUDA_SUCCESS || !*out))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    lock();
+    CUresult result = check_use(stream);
+    *out = is_default(stream) ? current_context() : resolve(stream)->context;
+    unlock();
+    return result;
 }
 
 CUresult cuStreamSynchronize(CUstream given) {
@@ -326,21 +356,22 @@ CUresult cuStreamSynchronize(CUstream given) {
 }
 
 CUresult cuStreamIsCapturing(CUstream given, CUstreamCaptureStatus *out) {
-    ENTER(NEEDS_CONTEXT);
+    ENTER(is_default(given) ? NEEDS_CONTEXT : NEEDS_INIT);
     lock();
-    bool is_implicit = fake.nblocking_captures > 0 && (!given || given == CU_STREAM_LEGACY);
-    *out = resolve(given)->is_captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    CUresult result = resolve(given)->context->gpu->error;
+    *out = resolve(given)->capture;
+    if (result == CUDA_SUCCESS && depends_on_capture(given))
+        result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
     unlock();
-    return is_implicit ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
+    return result;
 }
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
     ENTER(NEEDS_CONTEXT);
     (void)mode;
     lock();
-    resolve(stream)->is_captured = true;
+    resolve(stream)->capture = CU_STREAM_CAPTURE_STATUS_ACTIVE;
     fake.ncaptures++;
-    fake.nblocking_captures += resolve(stream)->is_blocking;
     unlock();
     return CUDA_SUCCESS;
 }
@@ -349,11 +380,12 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
     ENTER(NEEDS_CONTEXT);
     *graph = NULL;
     lock();
-    resolve(stream)->is_captured = false;
+    CUstreamCaptureStatus *capture = &resolve(stream)->capture;
+    bool is_good = *capture == CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    *capture = CU_STREAM_CAPTURE_STATUS_NONE;
     fake.ncaptures--;
-    fake.nblocking_captures -= resolve(stream)->is_blocking;
     unlock();
-    return CUDA_SUCCESS;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 }
 
 CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
@@ -474,6 +506,11 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     ENTER(NEEDS_CONTEXT);
+    lock();
+    bool is_good = !is_partly_pinned((void *)to, nbytes) && !is_partly_pinned((void *)from, nbytes);
+    unlock();
+    if (!is_good)
+        return CUDA_ERROR_INVALID_VALUE;
     return nbytes ? submit(stream, (work){.kind = COPY, .to = to, .from = from, .nbytes = nbytes}) : CUDA_SUCCESS;
 }
 
@@ -482,10 +519,10 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUst
     ENTER(NEEDS_CONTEXT);
     work w = {.kind = COPY, .to = to, .from = (uint64_t)from, .nbytes = nbytes};
     lock();
-    bool is_read_now = !is_pinned(from);
+    bool is_read_now = !is_pinned(from), is_good = !is_partly_pinned(from, nbytes);
     unlock();
-    if (nbytes == 0)
-        return CUDA_SUCCESS;
+    if (nbytes == 0 || !is_good)
+        return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (is_read_now) {
         w.bytes = get(nbytes);
         memcpy(w.bytes, from, nbytes);
