@@ -378,7 +378,7 @@ void check_matrices(suite *s) {
                 add_matrix(s, &b, &r, 13, 16 * rng_range(&s->g, 80, 100), false);
                 r.nsrc = (uint32_t)rng_range(&s->g, 2, 5);
                 r.op = rng_range(&s->g, 0, 2) ? TB_SUM : (tb_reduce_op)rng_range(&s->g, 0, TB_PRODUCT);
-                add_matrix(s, &b, &r, 3, 16 * rng_range(&s->g, 80, 100), false);
+                add_matrix(s, &b, &r, 3, 16 * rng_range(&s->g, 110, 140), false);
             }
         }
         run_boxes(s, &b, "matrices");

@@ -282,6 +282,7 @@ void check_quantised(suite *s) {
                 int64_t columns = i == 0 ? rng_range(&s->g, 1, 10) * 32 : rng_range(&s->g, 1, 200);
                 check_matrix(s, formats[f], dtypes[d], rows, columns + (is_even && columns % 2));
             }
+            check_matrix(s, formats[f], dtypes[d], 5, 8 * rng_range(&s->g, 950, 1030)); /* rows of whole tiles */
         }
         check_matrix(s, formats[f], TB_F32, 0, 64);
         check_buffer(s, formats[f]);

@@ -151,15 +151,6 @@ template <int N> INLINE void store_words(void *p, const words<N> &r) {
         __stwb((uint32_t *)p, r.w[0]);
 }
 
-/* Brings what is there into the GPU's cache, some time. */
-INLINE void prefetch(const void *p) {
-#if defined __CUDA_ARCH__
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#else
-    (void)p;
-#endif
-}
-
 /* An element of 1, 2, 4 or 8 bytes, anywhere. */
 INLINE uint64_t load_element(const void *p, uint32_t size) {
     uint64_t at = (uint64_t)p;
@@ -219,15 +210,14 @@ INLINE uint4 join(uint4 a, uint4 b, uint32_t shift) {
                       __funnelshift_r(x3, x4, bits));
 }
 
-/* The 16 bytes at an aligned address, of which only those in [begin, end) exist. Aligned memory before `begin` that
- * shares its 16 bytes may be read: it belongs to the same allocation. */
+/* The 16 bytes at an aligned address, of which only those in [begin, end) exist. */
 INLINE uint4 load_existing(const char *at, const char *begin, const char *end) {
-    if (at + 16 <= end && at + 16 > begin)
+    if (at >= begin && at + 16 <= end)
         return *(const uint4 *)at;
     uint32_t w[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        if (at + 4 * j + 4 > begin && at + 4 * j + 4 <= end) {
+        if (at + 4 * j >= begin && at + 4 * j + 4 <= end) {
             w[j] = *(const uint32_t *)(at + 4 * j);
         } else {
 #pragma unroll

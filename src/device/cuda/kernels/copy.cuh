@@ -23,7 +23,8 @@ INLINE shifted_slot load_shifted(places row, int64_t run, uint32_t j, bool is_ze
     const char *from = source_of_slot(row, j);
     uint32_t shift = (uint32_t)(uint64_t)from & 15;
     shifted_slot s;
-    s.is_whole = at >= row.dst && at + 16 <= row.dst + run && from - shift + (shift ? 32 : 16) <= row.src + run;
+    s.is_whole = at >= row.dst && at + 16 <= row.dst + run &&
+                 (is_zero || (from - shift >= row.src && from - shift + (shift ? 32 : 16) <= row.src + run));
     s.a = s.b = make_uint4(0, 0, 0, 0);
     if (s.is_whole && !is_zero) {
         s.a = __ldca((const uint4 *)(from - shift));
@@ -69,9 +70,6 @@ INLINE piece_ends load_piece(args_ref a, uint32_t i) {
     return p;
 }
 
-/* About as many pieces as are under way at a time: the descriptors of those after them are fetched early. */
-enum { PIECES_AHEAD = 12288 };
-
 /* Pieces that are aligned; those that are so but for the run's buffer go byte by byte. */
 extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __grid_constant__ tb__cuda_args a) {
     enum { STEP = 2, G = TB__CUDA_WARP_PIECES };
@@ -80,8 +78,6 @@ extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __gr
 #pragma unroll
     for (int g = 0; g < G; g++)
         p[g] = load_piece(a, first + g);
-    if (lane == 0 && first + PIECES_AHEAD < a.nitems)
-        prefetch((const char *)a.items + sizeof(tb__cuda_piece) * find_item(a, first + PIECES_AHEAD));
 #pragma unroll
     for (int g = 0; g < G; g++) {
         if (!p[g].is_aligned) {
@@ -157,7 +153,7 @@ INLINE void copy_shifted_tile(args_ref a, const tb__cuda_box *box, uint32_t tile
     for (int i = 0; i < STEP; i++) {
         uint32_t slot = first + 64 * i, row = divide(slot, per_row);
         j[i] = slot - row * per_row.by;
-        is_inner[i] = slot < nslots && j[i] >= 1 && j[i] + 4 <= per_row.by;
+        is_inner[i] = slot < nslots && j[i] >= 2 && j[i] + 4 <= per_row.by;
         v[i] = w[i] = make_uint4(0, 0, 0, 0);
         at[i] = find_row(a, box, row);
         const char *from = source_of_slot(at[i], j[i]);
