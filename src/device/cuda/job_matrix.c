@@ -122,8 +122,8 @@ static tb__cuda_matrix begin_with(tb__cuda_matrix m, const tb__cuda_matrix *from
     return m;
 }
 
-/* Where the rows follow those of the last matrix, as chunks of a tensor do, they become some more of its tiles: every
- * other descriptor that kernels come to is one that they wait for. Tiles must not have rows of both. */
+/* Adds the rows to the last matrix, if they follow its own, as chunks of a tensor do: kernels wait for each new
+ * descriptor that they come to. No tile may have rows of both. */
 static bool extend_matrix(tb__cuda_part_of_gpu *part, const tb__cuda_matrix *m, tb__cuda_quant *quant, int kernel,
                           uint32_t *first_tile) {
     if (part->quants.count == 0)
@@ -173,6 +173,7 @@ static tb_status add_band(tb__job *job, uint32_t gpu, const band *b, const void 
     tb__cuda_matrix m = {.rows_at = (uintptr_t)rows,
                          .row_step = step,
                          .columns = move->len[1],
+                         .first = move->first_row + b->first, /* of an amax */
                          .nrows = (uint32_t)b->rows,
                          .dtype = (uint8_t)dtype};
     if (!is_there)

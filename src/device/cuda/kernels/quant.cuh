@@ -29,7 +29,7 @@ template <int SIZE, int N> INLINE uint32_t largest(uint32_t dtype, const uint32_
     }
 }
 
-/* The word of magnitudes from which on an element is not finite. */
+/* The bits of infinity. */
 INLINE uint32_t infinity_of(uint32_t dtype) {
     return dtype == TB_F32 ? F32_INF : dtype == TB_BF16 ? 0x7f80 : 0x7c00;
 }
@@ -72,9 +72,8 @@ INLINE bool is_moderate(float x) {
 
 /* x / y for x >= 0, rounded to nearest even as by a division; r is 1 / y, rounded. Each step adds the exact remainder.
  * After the first one the quotient is off by less than its last place, and the second one rounds it correctly. If x has
- * at most 11 bits, the first one does: quotient_test.c tries all. It takes a moderate y, and x / y below
- * 2^60; x so small that the remainder is not exact gives some number below 2^-30 instead, which is zero in all formats
- * here. */
+ * at most 11 bits, the first one does: quotient_test.c tries all. It takes a moderate y, and x / y below 2^60; x so
+ * small that the remainder is not exact gives some number below 2^-30 instead, which is zero in all formats here. */
 template <int STEPS> INLINE float refine_quotient(float x, float y, float r) {
     float q = x * r;
 #pragma unroll
@@ -99,11 +98,12 @@ INLINE divisor divide_by(float y) {
 /* The magnitudes of N numbers divided, at most `most`, a number that quotients may exceed by their last place. SIZE:
  * bytes of what the numbers were made from. */
 template <int SIZE, int N> INLINE void divide_all(float *x, divisor by, float most) {
+    enum { STEPS = SIZE == 4 ? 2 : 1 };
     float limit = by.y * most;
     if (by.r > 0) {
 #pragma unroll
         for (int i = 0; i < N; i++)
-            x[i] = refine_quotient < SIZE == 4 ? 2 : 1 > (fminf(fabsf(x[i]), limit), by.y, by.r);
+            x[i] = refine_quotient<STEPS>(fminf(fabsf(x[i]), limit), by.y, by.r);
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)
