@@ -405,8 +405,10 @@ void tb__cuda_release(tb__device *device, tb__job *job) {
         return;
     for (size_t i = 0; i < job->ngpus; i++) {
         tb__cuda_part_of_gpu *part = &job->gpus[i];
-        for (int k = 0; k < TB__CUDA_NKERNELS; k++)
+        for (int k = 0; k < TB__CUDA_NKERNELS; k++) {
             free(part->items[k].item);
+            free(part->stretches[k].item);
+        }
         free(part->heap.item);
         free(part->transfers.item);
         free(part->quants.item);
