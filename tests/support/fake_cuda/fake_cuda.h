@@ -3,8 +3,8 @@
  * Its memory is in memfds, at addresses without access rights: only its kernels reach it, through a second mapping.
  * Streams do their work on a thread, in the order of each stream, after random delays. Other processes can open its
  * handles. Who breaks the driver's rules dies with a message: a call without a context, a handle that was destroyed, a
- * kernel that touches memory which is freed, not mapped for its GPU, or not pinned, host memory that is unmapped while it
- * is registered.
+ * kernel that touches memory which is freed, not mapped for its GPU, or not pinned, host memory that is unmapped while
+ * it is registered.
  *
  * Environment: FAKE_CUDA_GPUS, how many (1); FAKE_CUDA_MEMORY, bytes that each has (8 GiB); FAKE_CUDA_DELAY_US, of a
  * kernel, at most (300); FAKE_CUDA_SEED; FAKE_CUDA_FABRIC=1, fabric handles work; FAKE_CUDA_NO_VMM=1;
