@@ -38,6 +38,8 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/job_launch.c
             src/device/cuda/job_matrix.c
             src/device/cuda/job_memory.c
+            src/device/cuda/job_relay.c
+            src/device/cuda/lanes.c
             src/device/cuda/memory.c
             src/device/cuda/pin.c
             src/device/cuda/program.c
@@ -51,6 +53,7 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/tools/bench_gpu.c
             src/tools/bench_gpu_latency.c
             src/tools/bench_gpu_lines.c
+            src/tools/bench_gpu_torch.c
         )
         set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
     elseif(TB_CUDA STREQUAL "AUTO")
@@ -129,6 +132,7 @@ function(tb_fake_cuda)
         tests/support/fake_cuda/host.c
         tests/support/fake_cuda/kernels.cpp
         tests/support/fake_cuda/memory.c
+        tests/support/fake_cuda/pool.c
         tests/support/fake_cuda/stream.c
     )
     set_target_properties(fake_cuda PROPERTIES
@@ -172,12 +176,38 @@ function(tb_cuda_test name)
     tb_pack_test(${name} ${target} ${arg_TIMEOUT})
 endfunction()
 
+# tb_two_gpus_test(device/cuda/cuda_test [VARIABLE=VALUE...]): that test again, with two GPUs that have access to each
+# other's memory, and with two that have not. Where there is one real GPU, it skips itself.
+function(tb_two_gpus_test name)
+    string(REPLACE "/" "_" target ${name})
+    foreach(kind IN ITEMS peers no_peers)
+        set(environment "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=2;${ARGN}")
+        if(kind STREQUAL "no_peers")
+            list(APPEND environment FAKE_CUDA_NO_PEERS=1)
+        endif()
+        add_test(NAME ${name}_${kind} COMMAND ${target})
+        set_tests_properties(${name}_${kind} PROPERTIES
+            TIMEOUT 300 SKIP_RETURN_CODE 77 ENVIRONMENT "${environment}")
+    endforeach()
+    tb_pack_test(${name}_peers ${target} 300 ${ARGN})
+endfunction()
+
+# tb_one_gpu_test(bus/gpus_test VARIABLE=VALUE...): the part of that test for which one GPU is enough.
+function(tb_one_gpu_test name)
+    string(REPLACE "/" "_" target ${name})
+    add_test(NAME ${name}_one COMMAND ${target})
+    set_tests_properties(${name}_one PROPERTIES TIMEOUT 300 SKIP_RETURN_CODE 77
+        ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=1;${ARGN}")
+    tb_pack_test(${name}_one ${target} 300 ${ARGN})
+endfunction()
+
 # tb_cuda_tensors(target): a test can have its tensors on a GPU (tests/support/tensor_memory.h).
 function(tb_cuda_tensors target)
     target_sources(${target} PRIVATE tests/support/cuda_tensors.c)
     target_compile_definitions(${target} PRIVATE TB_TEST_CUDA)
     target_include_directories(${target} SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
-    foreach(function IN ITEMS tb_send tb_recv tb_wait tb_wait_group tb_proceed tb_transfer_query tb_copy_run)
+    foreach(function IN ITEMS tb_send tb_recv tb_wait tb_wait_group tb_proceed tb_transfer_query tb_copy_run
+            tb_reshard_execute_plan tb_ir_execute)
         target_link_options(${target} PRIVATE LINKER:--wrap=${function})
     endforeach()
     add_dependencies(${target} fake_cuda)

@@ -95,6 +95,17 @@ function(tb_gpu_programs)
     endif()
 endfunction()
 
+# tb_security_test(name [SOURCES file...]): tests/security/name.c, a cmocka test; exit status 77 is a skip.
+function(tb_security_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES")
+    tb_program(security_${name} tests/security/${name}.c tests/security/${name})
+    target_sources(security_${name} PRIVATE ${arg_SOURCES})
+    target_link_libraries(security_${name} PRIVATE PkgConfig::cmocka)
+    tb_show_internals(security_${name})
+    add_test(NAME security/${name} COMMAND security_${name})
+    set_tests_properties(security/${name} PROPERTIES TIMEOUT 120 SKIP_RETURN_CODE 77 LABELS security)
+endfunction()
+
 # tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
 # that it starts; exit status 77 is a skip.
 function(tb_etcd_test name)

@@ -4,16 +4,13 @@
  * agents with that tool, and the four programs. */
 #include <tensorbus/tensorbus.h>
 
-#include <errno.h>
-#include <fcntl.h>
-#include <semaphore.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { ROWS = 600, COLUMNS = 400, SEATS = 2, VERSIONS = 3, TIMEOUT_MS = 20000 };
@@ -24,43 +21,39 @@ static float value(int version, int row, int column) {
     return (float)(row * COLUMNS + column) + (float)version / 4;
 }
 
-/* Begins to send, and sleeps until the agent posts the semaphore; a program with other work would do it meanwhile. */
-static bool send_version(tb_client_batch *batch) {
-    char name[64];
-    struct timespec deadline;
-    tb_client_status status = {.size = sizeof status};
-    snprintf(name, sizeof name, "/through_agents-%ld", (long)getpid());
-    sem_t *done = sem_open(name, O_CREAT | O_EXCL, 0600, 0);
-    if (done == SEM_FAILED) {
-        perror(name);
+/* Begins to send, and sleeps until something has come about; a program with other work would do it meanwhile. */
+static bool send_version(tb_batch *batch) {
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
+    tb_transfer *transfer;
+    tb_status status;
+    if (tb_send(batch, &opts, &transfer) != TB_OK)
         return false;
-    }
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS, .no_wait = true, .semaphore = name};
-    bool ok = tb_client_transfer(batch, true, &opts) == TB_OK;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += 2 * TIMEOUT_MS / 1000;
-    while (ok && sem_timedwait(done, &deadline) != 0)
-        ok = errno == EINTR;
-    sem_close(done);
-    if (!ok)
-        sem_unlink(name); /* else the agent has */
-    /* The semaphore says that it has ended, not how. */
-    ok = ok && tb_client_query(batch, &status) == TB_OK;
-    if (ok && *status.error)
-        tb_error_set(TB_LOST, status.error);
-    return ok && !*status.error;
+    struct pollfd news = {.fd = tb_transfer_fd(transfer), .events = POLLIN};
+    while ((status = tb_wait(transfer, TB_COMMITTED, 0)) == TB_TIMEOUT && poll(&news, 1, 2 * TIMEOUT_MS) > 0)
+        continue;
+    tb_transfer_destroy(transfer);
+    return status == TB_OK;
 }
 
-static bool run_version(tb_client_batch *batch, bool is_trainer, int index, int version, float *part) {
+static bool receive_version(tb_batch *batch) {
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
+    tb_transfer *transfer;
+    if (tb_recv(batch, &opts, &transfer) != TB_OK)
+        return false;
+    tb_status status = tb_wait(transfer, TB_COMMITTED, -1);
+    tb_transfer_destroy(transfer);
+    return status == TB_OK;
+}
+
+static bool run_version(tb_batch *batch, bool is_trainer, int index, int version, float *part) {
     int rows = is_trainer ? ROWS / SEATS : ROWS, columns = is_trainer ? COLUMNS : COLUMNS / SEATS;
     int first_row = is_trainer ? index * rows : 0, first_column = is_trainer ? 0 : index * columns;
     for (int i = 0; is_trainer && i < rows * columns; i++)
         part[i] = value(version, first_row + i / columns, first_column + i % columns);
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
-    bool ok = is_trainer ? send_version(batch) : tb_client_transfer(batch, false, &opts) == TB_OK;
-    tb_client_status status = {.size = sizeof status};
-    ok = ok && tb_client_query(batch, &status) == TB_OK;
-    if (ok && status.version != (uint64_t)version) {
+    bool ok = is_trainer ? send_version(batch) : receive_version(batch);
+    tb_batch_state state = {.size = sizeof state};
+    ok = ok && tb_batch_query(batch, &state) == TB_OK;
+    if (ok && !is_trainer && state.version != (uint64_t)version) {
         tb_error_set(TB_INVALID, "the version has another number");
         return false;
     }
@@ -73,20 +66,26 @@ static bool run_version(tb_client_batch *batch, bool is_trainer, int index, int 
     return ok;
 }
 
+/* The URL is all that tells an agent from a store; which seat it has, the agent tells. */
 static int run_program(const char *socket) {
-    tb_client *client = NULL;
-    tb_client_batch *batch = NULL;
+    tb_world *world = NULL;
+    tb_pair *pair = NULL;
+    tb_batch *batch = NULL;
     void *memory = NULL;
-    tb_client_opts opts = {.size = sizeof opts, .name = "through_agents"};
-    if (tb_client_connect(socket, &opts, &client) != TB_OK) {
+    char url[128];
+    const char *group;
+    int32_t index, size;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
+    snprintf(url, sizeof url, "agent:%s", socket);
+    if (tb_world_join(url, NULL, 0, 0, &opts, &world) != TB_OK) {
         fprintf(stderr, "%s\n", tb_error_detail());
         return EXIT_FAILURE;
     }
-    int index = tb_client_index(client);
-    bool is_trainer = strcmp(tb_client_group(client), "trainer") == 0;
+    tb_world_seat(world, &group, &index, &size);
+    bool is_trainer = strcmp(group, "trainer") == 0;
     const char *layout = is_trainer ? "mesh=2 place=Shard(0)" : "mesh=2 place=Shard(1)";
-    bool ok = tb_client_init_pair(client, "weights", is_trainer ? "inference" : "trainer", layout, TIMEOUT_MS) == TB_OK;
-    ok = ok && tb_client_batch_create(client, "step", NULL, &batch) == TB_OK;
+    bool ok = tb_pair_create(world, "weights", is_trainer ? "inference" : "trainer", layout, NULL, &pair) == TB_OK;
+    ok = ok && tb_batch_create(world, "step", NULL, &batch) == TB_OK;
     /* Agents use this kind of memory where it is; any other is copied through them. */
     ok = ok && tb_alloc(sizeof(float) * ROWS * COLUMNS / SEATS, &memory) == TB_OK;
     tb_tensor matrix = {.size = sizeof matrix,
@@ -94,16 +93,16 @@ static int run_program(const char *socket) {
                         .dtype = TB_F32,
                         .ndim = 2,
                         .shape = {ROWS, COLUMNS}}; /* the global shape */
-    ok = ok && tb_client_batch_add(batch, "weights", "w", &matrix) == TB_OK;
-    ok = ok && tb_client_register(batch, TIMEOUT_MS) == TB_OK;
+    ok = ok && tb_batch_add(batch, pair, "w", &matrix) == TB_OK;
     for (int version = 1; ok && version <= VERSIONS; version++)
         ok = run_version(batch, is_trainer, index, version, memory);
     if (ok)
-        printf("%s %d: %d versions, all right\n", tb_client_group(client), index, VERSIONS);
+        printf("%s %d: %d versions, all right\n", group, (int)index, VERSIONS);
     else
-        fprintf(stderr, "%s %d: %s\n", tb_client_group(client), index, tb_error_detail());
-    tb_client_batch_destroy(batch);
-    tb_client_close(client);
+        fprintf(stderr, "%s %d: %s\n", group, (int)index, tb_error_detail());
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    tb_world_destroy(world);
     tb_free(memory);
     return ok ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -1,10 +1,10 @@
 /* Layouts, plans and the transfer IR as data, for tools and simulators: who holds which part of a tensor, which bytes
  * go where, and what each rank does for it. Programs that only move tensors do not need this.
  *
- * All of it is pure: nothing is sent, no file is read, and the same arguments give the same result on every rank. The
- * rules of tensorbus.h hold here, too. Structs without `size` are mathematics (tb_segment, tb_placement, tb_local,
- * tb_box) or belong to the library, which hands them out to be read (tb_route, tb_ir and what it points to): they stay
- * as they are within a minor version.
+ * All of it but its end, where an IR is executed, is pure: nothing is sent, no file is read, and the same arguments
+ * give the same result on every rank. The rules of tensorbus.h hold here, too. Structs without `size` are mathematics
+ * (tb_segment, tb_placement, tb_local, tb_box) or belong to the library, which hands them out to be read (tb_route,
+ * tb_ir and what it points to, which a program may also build itself): they stay as they are within a minor version.
  */
 #ifndef TENSORBUS_PLAN_H
 #define TENSORBUS_PLAN_H
@@ -137,7 +137,7 @@ typedef struct tb_route {
     const int32_t *targets;
     uint32_t ncontributors; /* of a Partial source, in the order they are combined, the source among them; 0 if none */
     const int32_t *contributors;
-    uint64_t src_cell; /* which cell of each side's grid the box lies in */
+    uint64_t src_cell; /* which cell of each side's grid the box lies in, row-major (tb_plan_grids) */
     uint64_t dst_cell;
     int64_t nelements;
     int64_t order; /* row-major offset in the first target's local tensor, in elements */
@@ -156,6 +156,9 @@ TB_API const tb_route *tb_routes_at(const tb_routes *routes, size_t i);
 /* Replaces the list by the routes in which `rank` is source, target or contributor. Tensor i of a batch passes
  * rotation = i, so that the same replica does not serve all of them. */
 TB_API tb_status tb_plan_routes(const tb_plan *plan, int32_t rank, uint64_t rotation, tb_routes *routes);
+
+/* How many cells each side's grid has along each dim of the tensor: for a Shard over 4 ranks 4. Either may be NULL. */
+TB_API void tb_plan_grids(const tb_plan *plan, tb_shape *src, tb_shape *dst);
 
 /* Proves the whole plan (at rotation 0): every target element is written exactly once, by a source that holds it at
  * that place, and both ends of every route agree on it. TB_INTERNAL, with a sentence, if not. Costs the whole world's
@@ -208,6 +211,9 @@ typedef enum tb_chunk_mode {
 
 TB_API const char *tb_chunk_mode_name(tb_chunk_mode mode);
 
+/* What the chunks of a route are on this rank, one of its source, targets and contributors. */
+TB_API tb_chunk_mode tb_route_mode(const tb_route *route, int32_t rank);
+
 /* One tensor of a batch. */
 typedef struct tb_tensor_spec {
     size_t size;
@@ -222,6 +228,7 @@ typedef struct tb_tensor_spec {
     bool coded; /* its bytes on the wire are made and read by other means than a cast. A box of `len` has so many: */
     int64_t (*coded_nbytes)(const void *arg, int ndim, const int64_t *len); /* NULL: as many as in the wire dtype */
     const void *coded_arg;
+    bool whole; /* of a coded tensor: its chunks are never cut, and each has a bucket of its own */
 } tb_tensor_spec;
 
 /* One box and what this rank does with it. Pure data. */
@@ -246,9 +253,11 @@ typedef struct tb_chunk {
     int64_t len[TB_MAX_DIMS];
     tb_box src, dst;
     int64_t order;      /* row-major offset in the first target, in elements */
-    tb_dtype src_dtype; /* the source's: contributions travel and are combined in it, before the cast */
+    tb_dtype src_dtype; /* the source's. Contributions travel in it; they are combined before the cast, 8- and 16-bit
+                         * floats in f32, and rounded once */
     tb_dtype wire_dtype;
     int64_t nbytes; /* on the wire */
+    bool is_whole;  /* see tb_tensor_spec */
 } tb_chunk;
 
 /* A chunk's place in a bucket's buffer. */
@@ -309,6 +318,46 @@ TB_API void tb_ir_destroy(tb_ir *ir);
 TB_API tb_status tb_ir_dump_text(const tb_ir *ir, char **out);
 TB_API tb_status tb_ir_dump_json(const tb_ir *ir, char **out);
 TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
+
+/* ---- Executing an IR ------------------------------------------------------------------------------------------ */
+
+/* What this process does when the registered batch is sent, or received, as data: the plan of its next transfer, which
+ * is made now if it has not been. Ranks are those of the bus. To be freed with tb_ir_destroy. TB_REFUSED before the
+ * batch is registered, if it moves through several pairs in that direction, or by an agent. */
+TB_API tb_status tb_batch_ir(tb_batch *batch, bool is_send, tb_ir **out);
+
+/* What has been done with a bucket on this rank. */
+typedef enum tb_bucket_step {
+    TB_BUCKET_PREPARED,  /* sending: it is packed, or lies where it is read; else: there is room for it */
+    TB_BUCKET_LAUNCHED,  /* sending: others can get it; receiving, and on one rank: it is being read */
+    TB_BUCKET_COMPLETE,  /* its bytes have come, or all others have them */
+    TB_BUCKET_FINALISED, /* receiving: it is in the tensors; its memory is free again */
+} tb_bucket_step;
+
+/* Where this rank has its parts of a tensor of the IR. */
+typedef struct tb_ir_part {
+    size_t size;
+    const tb_binding *src, *dst; /* NULL: it sends, or receives, nothing of it. Their shapes are those of the parts */
+} tb_ir_part;
+
+typedef struct tb_ir_execute_opts {
+    size_t size;
+    int timeout_ms; /* default: the world's */
+    bool bus_ranks; /* ranks in the IR are those of the bus, as in tb_batch_ir; default: seats of the service's group */
+    /* Called for each bucket of the IR, step by step, by the thread that makes progress or the one that executes; it
+     * must not call the library. What fails ends before all are finalised. */
+    void (*progress)(void *arg, size_t bucket, tb_bucket_step step);
+    void *arg;
+} tb_ir_execute_opts;
+
+/* Does what the IR says, as a run of the copy service, whose options for staging memory count: made by tb_ir_create,
+ * read from JSON, or built by hand, with chunks alone in their buckets or many in one. `parts` has one for each tensor.
+ * All ranks of the service's group call it, each with its own IR, which has the same names everywhere, and perhaps no
+ * chunks. First everything is checked: indices, offsets, ranks, roles, ids and sizes on each rank, boxes against the
+ * parts, and that any two ranks have the same chunks and buckets for each other, by a hash. What is wrong anywhere
+ * fails it on every rank, with one sentence, before a byte is written; deadlines and losses are those of tb_copy_run.
+ * What is coded is refused. Sources may share memory with targets, as in a batch; targets are disjoint. */
+TB_API tb_status tb_ir_execute(tb_copy *copy, const tb_ir *ir, const tb_ir_part *parts, const tb_ir_execute_opts *opts);
 
 #ifdef __cplusplus
 }

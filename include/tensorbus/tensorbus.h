@@ -17,14 +17,14 @@
  *    sizeof the struct, also in those that the library fills in. Fields that a program does not have are taken as zero,
  *    and are not filled in. A program that sets a field which the library does not know is refused (TB_REFUSED). In an
  *    array all have the same size. Structs without `size` stay as they are within a minor version: tb_shape,
- *    tb_binding, tb_tie, tb_rule, tb_part, tb_parts, tb_copy_op.
+ *    tb_binding, tb_tie, tb_rule, tb_part, tb_parts, tb_copy_op, tb_slice.
  *  - In options structs, zero means the default, and NULL means all defaults.
  *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
  *    objects belong to one thread at a time.
- *  - After fork() the child can't use worlds, clients, and what was made from them: calls on them fail at once, with
- *    TB_REFUSED, or -1 for a descriptor. Destroying them there frees memory, and neither tells the peers nor changes
- *    anything for the parent. The child has none of their connections. It can join, or connect to an agent, by itself,
- *    but not with transport ucx where the parent had that open. Ranks, incarnations, groups and sizes can still be
+ *  - After fork() the child can't use worlds, and what was made from them: calls on them fail at once, with TB_REFUSED,
+ *    or -1 for a descriptor. Destroying them there frees memory, and neither tells the peers nor changes anything for
+ *    the parent. The child has none of their connections. It can join by itself, but not with transport ucx where the
+ *    parent had that open. Ranks, incarnations, groups and sizes can still be
  *    read, and layouts, plans, the IR, views and names still work.
  */
 #ifndef TENSORBUS_TENSORBUS_H
@@ -47,18 +47,19 @@ TB_API const char *tb_version_string(void);
 
 typedef enum tb_status {
     TB_OK = 0,
-    TB_INVALID = -1,    /* an argument or an input is wrong */
-    TB_NO_MEMORY = -2,  /* an allocation failed */
-    TB_TOO_BIG = -3,    /* a size or a count is beyond what tensorbus handles */
-    TB_REFUSED = -4,    /* well formed, but against a rule: avg of integers, a silent cast to 8 bits */
-    TB_IO = -5,         /* the system failed to read or write */
-    TB_INTERNAL = -6,   /* a check of tensorbus's own results failed: a bug */
-    TB_TIMEOUT = -7,    /* nothing happened before the deadline */
-    TB_LOST = -8,       /* a peer or a connection is gone */
-    TB_DENIED = -9,     /* not allowed: a wrong token, another user's process */
-    TB_CONFLICT = -10,  /* somebody else was first, or says something else */
-    TB_CANCELLED = -11, /* the caller gave it up */
-    TB_IN_DOUBT = -12,  /* whether it is committed is not known */
+    TB_INVALID = -1,     /* an argument or an input is wrong */
+    TB_NO_MEMORY = -2,   /* an allocation failed */
+    TB_TOO_BIG = -3,     /* a size or a count is beyond what tensorbus handles */
+    TB_REFUSED = -4,     /* well formed, but against a rule: avg of integers, a silent cast to 8 bits */
+    TB_IO = -5,          /* the system failed to read or write */
+    TB_INTERNAL = -6,    /* a check of tensorbus's own results failed: a bug */
+    TB_TIMEOUT = -7,     /* nothing happened before the deadline */
+    TB_LOST = -8,        /* a peer or a connection is gone */
+    TB_DENIED = -9,      /* not allowed: a wrong token, another user's process */
+    TB_CONFLICT = -10,   /* somebody else was first, or says something else */
+    TB_CANCELLED = -11,  /* the caller gave it up */
+    TB_IN_DOUBT = -12,   /* whether it is committed is not known */
+    TB_SUPERSEDED = -13, /* the version was overtaken: its receivers are offered a higher one by others */
 } tb_status;
 
 /* A short name for the code, never NULL. */
@@ -114,6 +115,7 @@ TB_API tb_status tb_dtype_parse(const char *name, tb_dtype *out);
 
 enum {
     TB_MAX_DIMS = 8,        /* of a tensor, and of a mesh */
+    TB_MAX_BUFFERS = 4,     /* of a transform's piece, or of an operation */
     TB_MAX_RANKS = 1 << 20, /* ranks are 0 .. TB_MAX_RANKS - 1 */
     TB_NO_RANK = -1,
 };
@@ -179,6 +181,7 @@ typedef struct tb_world_opts {
     const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
     int64_t plan_bytes; /* the most memory for plans that are kept for batches that are made again; default: 64 MiB. The
                            least recently used plans are dropped first */
+    const char *name;   /* as which an agent's `tensorbus status` shows this process; default: the program's name */
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
@@ -187,7 +190,9 @@ typedef struct tb_world_opts {
  * this process does, for as long as it has the world. Without the store transfers go on, but nobody new can be met;
  * when it is back, or another process serves it, all take their seats there again. TB_CONFLICT while another process
  * has the seat; TB_REFUSED, naming both versions, while a rank with another minor version of tensorbus is on the bus.
- */
+ *
+ * "agent:/run/trainer-0.sock" is an agent instead (see Agents), whose seat this must be: TB_CONFLICT, with both seats,
+ * if it is not. With a group of NULL, or a size of 0, it is whichever seat the agent has. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
 
@@ -197,6 +202,9 @@ TB_API tb_status tb_world_enter(tb_world *world, const char *group, int32_t inde
 /* Leaves all groups. Pairs, batches and copy services keep their world, and transfers their batch: in whichever order
  * they are destroyed, each goes when nothing needs it any more. */
 TB_API void tb_world_destroy(tb_world *world);
+
+/* The seat that it joined with, or that its agent has. The group's name is the world's. */
+TB_API void tb_world_seat(const tb_world *world, const char **group, int32_t *index, int32_t *size);
 
 TB_API int32_t tb_world_rank(const tb_world *world);
 TB_API uint64_t tb_world_incarnation(const tb_world *world); /* how often this bus rank has been taken, from 1 */
@@ -238,7 +246,12 @@ TB_API uint64_t tb_world_plan_bytes(const tb_world *world);
  *
  * is a mesh of ranks, row-major (without `ranks`: 0, 1, 2, ...), and for each of its dimensions what that does to the
  * tensor: Shard(0), StridedShard(0,2), BlockShard(0,4,12,8), Explicit(0, 0-3,5-6; 3-5), Replicate, Partial(sum); short
- * S0, R, P. docs/design.md has the rules. */
+ * S0, R, P. docs/design.md has the rules.
+ *
+ * With a layout of NULL, on both sides, seat i sends to seat i; the groups have as many ranks. Each rank's tensors are
+ * its own then: their shapes are those of what the rank has, and other ranks may have other tensors, or other shapes
+ * under the same names. Sentences and dumps call tensor w of seat 2 w@2. Ties and patterns have names without the seat.
+ */
 typedef struct tb_pair tb_pair;
 
 typedef struct tb_pair_opts {
@@ -289,13 +302,19 @@ typedef struct tb_transform_piece {
     /* Where it begins in the two local tensors: when it is sent to several ranks, in the first one's; not known to
      * prepare_recv. */
     int64_t src_start[TB_MAX_DIMS], dst_start[TB_MAX_DIMS];
+    /* Where its buffers are in the wire, in bytes; not known to prepare_recv and list_buffers. */
+    size_t nbuffers;
+    int64_t buffer_offset[TB_MAX_BUFFERS], buffer_nbytes[TB_MAX_BUFFERS];
 } tb_transform_piece;
 
 /* A tensor goes in pieces, boxes that one rank has for others. Each is turned into bytes where it is sent, and back
- * where it is received. Both sides of a pair give a transform; which tensors it takes, and how many bytes it makes of a
- * piece, must be the same at both. should_transform is called by tb_batch_add, the others by the thread that makes
- * progress, one at a time; they must not call the world. Functions may be NULL: then elements are copied as they are,
- * in the sending side's dtype, and the piece has their bytes. A sentence of failure is set by tb_error_set. */
+ * where it is received. A side that gives no transform for a tensor has nothing to do with the other side's: on the
+ * wire are the elements, in the sending side's dtype, and a transform at one side only turns them into other values of
+ * as many bytes, or takes them as they are. Where both sides transform a tensor, its pieces have as many bytes as the
+ * transforms say, which must be the same at both. should_transform is called by tb_batch_add, the others by the thread
+ * that makes progress, one at a time; they must not call the world. Functions may be NULL: then elements are copied as
+ * they are, in the sending side's dtype, and the piece has their bytes. A sentence of failure is set by tb_error_set.
+ */
 typedef struct tb_transform {
     size_t size;
     void *arg;
@@ -306,6 +325,14 @@ typedef struct tb_transform {
     /* `part` is the piece in this rank's tensor. */
     tb_status (*prepare_send)(void *arg, const tb_transform_piece *piece, const tb_binding *part, void *wire);
     tb_status (*finalize_recv)(void *arg, const tb_transform_piece *piece, const tb_binding *part, const void *wire);
+    /* Pieces are not cut to fit staging memory: each is all that one rank has for another in one box. And finalize_recv
+     * is called when all of the tensor's group has arrived (but for tensors with an `encode`), in the order of names,
+     * then of places in the target; until then the pieces are kept in staging memory, and a batch that does not fit is
+     * refused. Asked for by one side, pieces are whole for both. */
+    bool whole;
+    /* In place of prepare_recv: a piece is several buffers, such as data and scales. Writes their sizes, each at least
+     * 1, and returns how many there are, 1 to TB_MAX_BUFFERS. In the wire each begins at a multiple of 64 bytes. */
+    int (*list_buffers)(void *arg, const tb_transform_piece *piece, int64_t *nbytes);
 } tb_transform;
 
 /* ---- Batches ------------------------------------------------------------------------------------------------- */
@@ -360,8 +387,11 @@ typedef struct tb_tensor {
     int64_t shape[TB_MAX_DIMS]; /* global */
     const int64_t *strides;     /* of the local part, in elements; NULL: row-major without gaps */
     const char *layout;         /* of this side, for this tensor; NULL: the pair's */
-    tb_dtype wire_dtype;        /* asks for a cast to it on the way; the sending side's counts */
-    uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
+    /* Asks for a cast to it on the way; the sending side's counts. There are casts among floats, and among integers.
+     * One that may lose values without notice is refused unless it is asked for here: to floats of 8 bits, to integers
+     * that lack values of the source. */
+    tb_dtype wire_dtype;
+    uint32_t group;   /* groups arrive in ascending order; the receiving side's counts */
     const char *view; /* how the stored tensor becomes the one that `name` names (see Models); shape, strides and layout
                          are those of the storage. NULL: as it is. A receive sets padding to zero */
     /* This side has it quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4" (docs/models.md has the formats).
@@ -423,13 +453,25 @@ TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t
 /* What this process has received through all pairs of the batch together. */
 typedef struct tb_batch_state {
     size_t size;
-    uint64_t version; /* the last that all pairs had at one time; 0: none */
-    bool is_mixed;    /* the pairs' versions differ: a receive failed for some of them or went without them, or a
-                         sender was restarted and counts from 1 again */
-    bool is_torn;     /* some pair's tensors are torn */
+    uint64_t version;     /* the last that all pairs had at one time; 0: none */
+    bool is_mixed;        /* the pairs' versions differ: a receive in place failed for some of them, or a pair is new */
+    bool is_torn;         /* some pair's tensors are torn */
+    bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
+                           */
+    bool is_in_doubt; /* a receive has ended with TB_IN_DOUBT: the tensors have the version before, which other ranks
+                         of the group may have left. Neither is to be used before this is false again */
 } tb_batch_state;
 
 TB_API tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out);
+
+/* The transfer_signal, the same on every rank of this process's group `group` (NULL: the only one of the batch's pairs,
+ * or the one that it joined first) that asks the same question: so all ranks of an engine branch alike. Programs number
+ * their questions from 1, on all ranks alike; a number may be asked again, and numbers may be passed over. The first
+ * rank of the group answers a question with what it sees when the first rank asks it, whether or not its own program
+ * asks; in a manual world, its program has to be in a call of the library. It remembers what it has answered as long as
+ * it has the batch, for the last thousands of changes of the signal; older questions are refused. `timeout_ms` is as in
+ * tb_batch_register. For registered batches. */
+TB_API tb_status tb_batch_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms, bool *out);
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
@@ -441,8 +483,10 @@ typedef struct tb_transfer tb_transfer;
 typedef enum tb_event {
     TB_RELEASED = 1,  /* sending: the tensors may change again */
     TB_ARRIVED = 2,   /* receiving: this rank's data is in, or, with TB_SHADOW, beside the tensors */
-    TB_COMMITTED = 4, /* receiving: the group has this version; sending: all receivers of this rank's data have. This
-                         process may end now: the others need nothing of it any more for this version */
+    TB_COMMITTED = 4, /* receiving: the version is in this rank's tensors. With TB_SHADOW the group has decided so, and
+                         the other ranks have it or are about to; in place, others may still be receiving it, or may not
+                         have begun (see whole_group). Sending: all receivers of this rank's data have it. This process
+                         may end now: the others need nothing of it any more for this version */
     TB_DECIDED = 8,   /* receiving with TB_SHADOW and hold: the group has decided; tb_proceed lets the tensors change */
 } tb_event;
 
@@ -479,11 +523,12 @@ typedef struct tb_transfer_opts {
     void *arg;
     const char *group; /* as which group this process acts, where it is in both groups of a pair; default: to send, the
                           one it entered first, and to receive, the other */
-    /* Receiving with TB_SHADOW: called right before a pair's tensors are overwritten with the new version, and right
-     * after. By the thread that makes progress, or the one that begins a transfer; it must not call the library. */
+    /* Receiving with TB_SHADOW: called right before the tensors are overwritten with the new version, and right after
+     * those of all pairs are. By the thread that makes progress, or the one that begins a transfer; it must not call
+     * the library. */
     void (*committing)(void *arg, bool is_done);
-    bool skip_lost; /* goes without pairs of which a rank was lost or has left, or that are in doubt; default: fails by
-                       name, also for the other pairs where that was known before */
+    bool skip_lost; /* goes without engines (groups that receive) of which a pair has lost a rank, with all of their
+                       pairs; default: fails by name, also for the other pairs where that was known before */
     /* Receiving with TB_SHADOW: once the group has decided to commit, this rank does not touch its tensors before
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
@@ -495,15 +540,24 @@ typedef struct tb_transfer_opts {
      * from the call on. TB_REFUSED if the stream is being captured, if tensors are on a device that has no streams, or
      * on two devices that have. */
     const void *stream;
+    /* TB_COMMITTED comes when all ranks of this side have ended the transfer: receiving, all have the version; sending,
+     * all receivers of all ranks have it. Ranks that have nothing to send or to receive wait, too. All ranks of the
+     * side set it, or none. If one fails, is lost, or does not come before the deadline, the transfer fails on all
+     * ranks, by that rank's name; those that have received the version keep it. */
+    bool whole_group;
 } tb_transfer_opts;
 
 /* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of
  * each at a time. All ranks of a side call it.
  *
- * Pairs are independent: if one of several fails, the others go on, and the transfer's own failure, which is the first
- * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed. But a pair of which a rank is
- * known to be lost, or that is in doubt, when the call is made fails the call, by name, and no pair begins, unless
- * skip_lost is set. A transfer that others began before the loss can still be joined.
+ * A group that receives is an engine. All pairs of the batch that lead to it are received as one version: the highest
+ * number that is offered through any of them; senders of lower ones fail with TB_SUPERSEDED, and send again. With
+ * TB_SHADOW the engine gets all of it or nothing of it; in place, a pair that fails leaves the others, which go on, and
+ * the batch mixed or torn. Engines are independent: if a send to one of several fails, the others go on, and the
+ * transfer's own failure, which is the first of theirs, comes when all have ended. TB_RELEASED does not wait for those
+ * that failed. But a pair of which a rank is known to be lost, or that is in doubt, when the call is made fails the
+ * call, by name, and no pair begins, unless skip_lost is set. A transfer that others began before the loss can still be
+ * joined.
  *
  * The senders' calls belong together by their number: a rank's fifth with the others' fifth. A sender that comes when
  * the others, or the receivers, have given its transfer up fails with their reason, at once; so nothing of it gets into
@@ -578,6 +632,9 @@ typedef struct tb_copy_opts {
     int64_t staging_bytes;  /* 256 MiB; the most memory this rank may use for tensors that are not read in place */
     uint32_t max_in_flight; /* 2; buckets under way from one rank to another */
     bool staged;            /* use staging memory for everything, as between machines */
+    /* What a rank copies to itself is cast to the target's dtype and broadcast to its shape, as by PyTorch's copy_.
+     * Between ranks nothing is converted. */
+    bool convert_local;
 } tb_copy_opts;
 
 /* A tensor in this rank's memory. */
@@ -595,10 +652,16 @@ typedef struct tb_copy_view {
 TB_API tb_status tb_copy_open(tb_world *world, const char *name, const char *group, const tb_copy_opts *opts,
                               tb_copy **out);
 
+/* As a task_id: the operation has none. The n-th of these from one rank to another belongs to the n-th of these that
+ * the other receives from it. */
+#define TB_NO_TASK UINT64_MAX
+
 /* Adds an operation to the next run: one or more tensors (data and its scale) under one `task_id`, which is the same at
- * both ends and unique in the run. Both ends give as many views, and those that belong together have as many bytes, and
- * items of the same size; dtypes don't matter, nothing is cast. Elements keep their row-major order. Shapes may differ
- * where splitting dimensions makes them equal: [6,4] and [2,3,4] do, and so does anything without gaps.
+ * both ends and unique in the run, or TB_NO_TASK. Tensors that are submitted later for the same rank under the same id
+ * belong to the same operation, after those before. Both ends have as many tensors in an operation, in the same order,
+ * and those that belong together have as many bytes, and items of the same size; dtypes don't matter, nothing is cast
+ * (but see convert_local). Elements keep their row-major order. Shapes may differ where splitting dimensions makes them
+ * equal: [6,4] and [2,3,4] do, and so does anything without gaps.
  *
  * The views are copied, and their memory is borrowed until the run returns. What is received must not share memory with
  * anything else that is received, nor, where a rank copies to itself, with anything that is sent. */
@@ -623,142 +686,106 @@ typedef struct tb_copy_op {
     size_t nviews;
 } tb_copy_op;
 
-/* How a run pairs what a rank sends to itself: send i belongs to receive recv_of[i]. Pure; fails as the run would.
- * `rank` is for sentences. */
+/* How a run pairs what a rank sends to itself: send i belongs to receive recv_of[i]. Operations may have no views.
+ * Several under one id are paired in their order, each with as many tensors at both ends. Pure; else it fails as the
+ * run would. `rank` is for sentences. */
 TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size_t nsends, const tb_copy_op *recvs,
                                      size_t nrecvs, size_t *recv_of);
+
+/* ---- Plans of others ------------------------------------------------------------------------------------------ */
+
+/* A plan that somebody else has made, such as Megatron's planner: which slices of parameters this rank sends to whom,
+ * and which it receives from whom. It is executed as a run of a copy service, on any of its transports. */
+
+/* Indices start .. start+length-1 of each dimension. */
+typedef struct tb_slice {
+    int64_t start[TB_MAX_DIMS], length[TB_MAX_DIMS];
+} tb_slice;
+
+/* What a rank sends to a peer, or receives from it. */
+typedef struct tb_reshard_op {
+    size_t size;
+    const char *param;
+    int32_t peer;         /* its seat in the service's group; may be this rank's own */
+    tb_slice here, there; /* in this rank's parameter, in the peer's: as many elements, and dimensions alike */
+    uint64_t task_id;     /* as in tb_copy_submit_send: the same at both ends, or TB_NO_TASK */
+} tb_reshard_op;
+
+/* A parameter, or a buffer, of this rank. */
+typedef struct tb_reshard_param {
+    size_t size;
+    const char *name;
+    const tb_copy_view *view; /* borrowed during the call, and so is its memory */
+    /* In which it travels, cast at either end that has another; both ends say the same. TB_DTYPE_NONE: its own, or, of
+     * one with an `encode`, bf16. */
+    tb_dtype buffer_dtype;
+    /* As in a tb_tensor. One that is received gathers in an accumulator, in its buffer_dtype, until all of its slices,
+     * which must be all of it, are in, and is quantised then. One that is sent is turned back into numbers. */
+    const char *encode;
+    void *scales;
+    float *scale;
+} tb_reshard_param;
+
+typedef struct tb_reshard_plan {
+    size_t size;
+    const tb_reshard_op *sends, *recvs;
+    size_t nsends, nrecvs;
+    /* Of this rank's parameters; NULL: none. Pieces are whole slices, and `whole` need not be set. list_buffers, or
+     * prepare_recv, give the bytes that are sent and received; without them those are the elements, in the parameter's
+     * buffer_dtype, so that one end's transform needs nothing of the other end. Functions are called by this thread. */
+    const tb_transform *transform;
+    const tb_reshard_param *sources, *targets; /* what `sends` read, and `recvs` write; names are distinct in each */
+    size_t nsources, ntargets;
+} tb_reshard_plan;
+
+/* How many receives were written in which way. */
+typedef struct tb_reshard_counts {
+    size_t size;
+    size_t direct;      /* into the parameter itself */
+    size_t copied;      /* by a cast after the run */
+    size_t transformed; /* by finalize_recv */
+    size_t accumulated; /* into an accumulator, and quantised from there */
+} tb_reshard_counts;
+
+/* Executes the plan; all ranks of the service's group call it, also those that have nothing to send or to receive. What
+ * any rank finds wrong with its own part (a name, a slice, a transform that fails to send) fails it on every rank, with
+ * one sentence, before a byte is written, and so does everything that fails tb_copy_run. Then what was received in
+ * other ways than directly is written in the order of the plan's `recvs`; a failure there is this rank's alone. Ends at
+ * the deadline. Operations that were submitted to the service before are run, too. `counts` may be NULL. */
+TB_API tb_status tb_reshard_execute_plan(tb_copy *copy, const tb_reshard_plan *plan, int timeout_ms,
+                                         tb_reshard_counts *counts);
 
 /* ---- Agents -------------------------------------------------------------------------------------------------- */
 
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
- * machine, can have the seat, and move tensors for it. What follows is the program's side. Names, layouts, tensors
- * and options are those of pairs and batches above. Tensors in memory of tb_alloc are used where they are, and so are
- * those on a device whose memory the agent can map. Other host memory is copied by the agent, which has to be allowed
- * to read and write this process's memory; other memory of devices is copied by the client, in this process: before a
- * transfer is begun, and, of a receive, when tb_client_transfer or tb_client_wait returns.
+ * machine, can have the seat, and move tensors for it. A program joins by the agent's socket,
  *
- * A client belongs to one thread at a time. When its agent is gone, every call returns TB_LOST at once. */
-typedef struct tb_client tb_client;
-
-typedef struct tb_client_opts {
-    size_t size;
-    int timeout_ms;    /* to connect, an agent's start included; default: 5 s */
-    const char *token; /* the agent's, if it asks for one */
-    const char *name;  /* as which `tensorbus status` shows this process; default: the program's name */
-} tb_client_opts;
-
-/* An agent and its programs may be started together: while there is no such socket, or nobody listens, it is waited
- * for. TB_IO, with a sentence, if that is still so at the end of the timeout; who wants to know at once gives a short
- * one. TB_TIMEOUT if the agent is silent; TB_DENIED for a wrong token; TB_REFUSED if it speaks another version of the
- * protocol. */
-TB_API tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out);
-
-/* Cleans up all batches of the client, as tb_client_cleanup does: their tensors are the caller's again. An agent that
- * is silent is waited for until the client's timeout. After that the batches are only good to be destroyed. NULL is
- * allowed. */
-TB_API void tb_client_close(tb_client *client);
-
-/* The agent's seat. */
-TB_API int32_t tb_client_rank(const tb_client *client);
-TB_API const char *tb_client_group(const tb_client *client);
-TB_API int32_t tb_client_index(const tb_client *client);
-TB_API int32_t tb_client_size(const tb_client *client);
-
-/* As tb_pair_create. A timeout of 0 is the agent's; this holds below, too. */
-TB_API tb_status tb_client_init_pair(tb_client *client, const char *name, const char *remote_group, const char *layout,
-                                     int timeout_ms);
-
-typedef struct tb_client_batch tb_client_batch;
-
-/* Of the options, transforms are not there for agents. */
-TB_API tb_status tb_client_batch_create(tb_client *client, const char *name, const tb_batch_opts *opts,
-                                        tb_client_batch **out);
-TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, const char *name,
-                                     const tb_tensor *tensor);
-
-/* As tb_batch_add_pair: this rank takes part in the pair's transfers even if it adds none of the pair's tensors, as all
- * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. */
-TB_API tb_status tb_client_batch_add_pair(tb_client_batch *batch, const char *pair);
-
-/* Completes when both sides of every pair have registered their tensors, and these fit. It may be called again when
- * tensors of further pairs were added, between transfers: an engine that joins, or one that comes back, once its old
- * pair is removed and made again. Nothing changes for the other pairs. */
-TB_API tb_status tb_client_register(tb_client_batch *batch, int timeout_ms);
-
-/* Takes a pair and its tensors out of the batch, between transfers. */
-TB_API tb_status tb_client_batch_remove_pair(tb_client_batch *batch, const char *pair);
-
-typedef struct tb_client_transfer_opts {
-    size_t size;
-    int timeout_ms;
-    bool no_wait; /* return when the agent has begun; tb_client_wait and tb_client_query tell how it goes */
-    /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
-     * posts it when the transfer has ended, well or not, and removes the name. */
-    const char *semaphore;
-    bool skip_lost;     /* as in tb_transfer_opts */
-    bool hold;          /* the same, with tb_client_proceed; only with no_wait */
-    const void *stream; /* the same, but the call waits for the work that is on the stream, until the deadline: the
-                           agent can't */
-} tb_client_transfer_opts;
-
-/* Sends or receives the batch once; returns when the version is committed.
+ *     tb_world_join("agent:/run/trainer-0.sock", "trainer", 0, 2, NULL, &world)
  *
- * Tensors that are copied are written when the transfer has ended, with what was received through a pair, if that
- * pair's part has succeeded, whatever becomes of other pairs: elements and padding, and no other byte. A pair that has
- * failed leaves such tensors as they are, and not torn, unless it was this write that failed. A batch with such tensors
- * is not sent and received at the same time (TB_REFUSED). */
-TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
-
-/* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are
- * returned. After `timeout_ms` (0: looks without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT,
- * and the transfer goes on. Where the agent copies tensors, TB_RELEASED says that it has read them, and TB_COMMITTED,
- * like TB_ARRIVED without TB_SHADOW, that they are in this process. */
-TB_API tb_status tb_client_wait(tb_client_batch *batch, bool is_send, tb_event event, int timeout_ms);
-
-/* As tb_stream_wait, for a transfer that was begun with no_wait; it waits as tb_client_wait does, on every device. */
-TB_API tb_status tb_client_stream_wait(tb_client_batch *batch, bool is_send, tb_event event, const void *stream);
-
-/* Readable when the agent has something to tell: then tb_client_wait with a timeout of 0 takes it. Other calls take it,
- * too, so look with tb_client_wait before sleeping. -1 once the agent is lost. */
-TB_API int tb_client_fd(const tb_client *client);
-
-/* As tb_proceed, for the receive that is under way. If this process ends while one is held back, it goes on. */
-TB_API tb_status tb_client_proceed(tb_client_batch *batch);
-
-typedef struct tb_client_status {
-    size_t size;
-    char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
-    bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
-                           */
-    uint64_t version;     /* the last that was completed, through all pairs; 0: none */
-    uint64_t attempt;
-    int64_t bytes_done, bytes_total;
-    uint32_t groups_done, groups_total;
-    double seconds;
-    char error[512]; /* why the last transfer failed; "": it did not */
-    unsigned events; /* the tb_events of the transfer under way, or of the last */
-    bool is_torn;    /* a receive has failed after it had begun to write, and the tensors have parts of it */
-    bool is_mixed;   /* the batch's pairs have different versions; `version` is the last that they had together */
-} tb_client_status;
-
-TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);
-
-/* What has become of one pair's part of the last transfer. */
-typedef struct tb_client_pair_state {
-    size_t size;
-    tb_status status;
-    char error[512];  /* "" if it succeeded */
-    uint64_t version; /* the last that was completed; 0: none */
-    bool is_torn;
-} tb_client_pair_state;
-
-TB_API tb_status tb_client_query_pair(tb_client_batch *batch, const char *pair, tb_client_pair_state *out);
-
-/* The agent gives the batch up: what is under way is cancelled. */
-TB_API tb_status tb_client_cleanup(tb_client_batch *batch);
-
-/* Cleans up, if the agent is there; the tensors are the caller's again. NULL is allowed. */
-TB_API void tb_client_batch_destroy(tb_client_batch *batch);
+ * and everything else is the same. An agent and its programs may be started together: while there is no such socket, or
+ * nobody listens, it is waited for until the timeout. TB_IO, with a sentence, if that is still so then; TB_TIMEOUT if
+ * the agent is silent; TB_DENIED for a wrong token, the agent's; TB_REFUSED if it speaks another version of the
+ * protocol. Transport, workers, host and plan_bytes are the agent's own: what the program says of them does not count.
+ * A group that a program enters is entered by the agent, which stays in it.
+ *
+ * What an agent can't do is refused (TB_REFUSED): worlds that are `manual`, transforms, copy services. An agent and its
+ * program are in step by messages: a `committing` function that has not returned by the transfer's deadline is not
+ * waited for, and some calls of `progress` may be left out.
+ *
+ * Tensors in memory of tb_alloc are used where they are, and so are those on a device whose memory the agent can map.
+ * Other host memory is copied by the agent, which has to be allowed to read and write this process's memory; other
+ * memory of devices is copied in this process: before a transfer is begun, which waits for the stream, if one was
+ * given, and, of a receive, when a wait or a query returns that tells of the arrival. Copies are written with what was
+ * received through a pair, if that pair's part has succeeded: elements and padding, and no other byte. A pair that has
+ * failed leaves them as they are, and not torn, unless groups of tensors had been waited for, or it was this write that
+ * failed. A batch with such tensors is not sent and received at the same time (TB_REFUSED). tb_stream_wait waits as
+ * tb_wait does.
+ *
+ * When the agent is gone, calls return TB_LOST; batches still tell what they have, torn if the agent may have begun to
+ * write more.
+ * Tensors are borrowed until the agent has answered, or its process has ended, whichever is first: an agent that was
+ * stopped may go on, and write. So tb_cancel, and the calls that destroy a transfer or a batch, wait for it as long as
+ * its process lives; all other calls have deadlines. */
 
 /* ---- Models -------------------------------------------------------------------------------------------------- */
 

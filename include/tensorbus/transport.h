@@ -29,6 +29,7 @@ extern "C" {
 #endif
 
 enum {
+    TB_KEY_SIZE = 32,
     TB_ADDRESS_MAX = 3072, /* bytes of a transport's address */
     TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
     TB_SHORT_MAX = 16384,  /* bytes of a message that may be sent before its RECV is posted */
@@ -43,7 +44,11 @@ typedef struct tb_transport_env {
     void (*lost)(void *arg, int32_t peer, const char *why);
     bool is_driven; /* a thread calls progress whenever there is something to do, except while it copies or is in a
                        function of the program */
-    void (*reached)(void *arg, int32_t peer); /* is_reached has become true, in progress; may be NULL */
+    /* is_reached has become true, or, with reports_strangers, a peer has connected to this rank; in progress. May be
+     * NULL. */
+    void (*reached)(void *arg, int32_t peer);
+    const unsigned char *key; /* TB_KEY_SIZE bytes that all ranks of the bus have, and others have not: with them ranks
+                                 prove to each other that they belong together. Valid during `open`; NULL: none */
 } tb_transport_env;
 
 typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
@@ -171,6 +176,10 @@ typedef struct tb_transport_ops {
      * `nfds`; TB_IO if this process had none left for them. Those that nobody takes are closed when the connection
      * ends. */
     tb_status (*fd_take)(void *context, int32_t peer, uint64_t id, int *fds, size_t nfds);
+
+    /* (optional; default false) `reached` is also called when a peer that this rank has not connected to connects to
+     * it. Without it, a world connects to all peers that it might hear from. */
+    bool reports_strangers;
 } tb_transport_ops;
 
 /* Registers a transport in the process, permanently. In the order of preference it comes after transports within a

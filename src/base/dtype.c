@@ -50,6 +50,16 @@ tb__dtype_class tb__dtype_class_of(tb_dtype dtype) {
     return is_known(dtype) ? table[dtype].cls : TB__OPAQUE;
 }
 
+static bool is_signed(tb_dtype dtype) {
+    return table[dtype].name[0] == 'i';
+}
+
+bool tb__dtype_has_values_of(tb_dtype dtype, tb_dtype of) {
+    if (is_signed(dtype) == is_signed(of))
+        return table[dtype].bits >= table[of].bits;
+    return is_signed(dtype) && table[dtype].bits > table[of].bits;
+}
+
 tb_status tb_dtype_parse(const char *name, tb_dtype *out) {
     const char *given = name;
     if (strncmp(name, "torch.", 6) == 0)

@@ -30,9 +30,18 @@ static inline int64_t tb__dtype_bytes(tb_dtype dtype, int64_t nelements) {
     return packing > 1 ? (nelements + packing - 1) / packing : nelements * (bits / 8);
 }
 
-/* Whether values can be cast from and to this dtype. */
-static inline bool tb__dtype_is_castable(tb_dtype dtype) {
-    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
+/* Floats of at most 32 bits, which are added up in f32. */
+static inline bool tb__dtype_is_small_float(tb_dtype dtype) {
+    return dtype != TB_F64 && tb__dtype_class_of(dtype) == TB__FLOAT;
 }
+
+/* Whether values can be cast: floats to floats, integers to integers. */
+static inline bool tb__dtype_can_cast(tb_dtype from, tb_dtype to) {
+    tb__dtype_class class = tb__dtype_class_of(from);
+    return class != TB__OPAQUE && class == tb__dtype_class_of(to);
+}
+
+/* Whether an integer dtype has all values of another one. */
+bool tb__dtype_has_values_of(tb_dtype dtype, tb_dtype of);
 
 #endif

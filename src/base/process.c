@@ -14,6 +14,9 @@
 unsigned tb__nforks;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* A fork takes it to write, and has precedence. */
+#define FORK_LOCK_INITIALIZER PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP
+static pthread_rwlock_t fork_lock = FORK_LOCK_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static LIST_HEAD(owned_list, tb__owned_fd) all = LIST_HEAD_INITIALIZER(all);
 
@@ -25,9 +28,11 @@ static _Atomic int last_fd = -1; /* the highest that was ever owned */
 
 static void before_fork(void) {
     pthread_mutex_lock(&lock);
+    pthread_rwlock_wrlock(&fork_lock);
 }
 
 static void after_fork_in_parent(void) {
+    pthread_rwlock_unlock(&fork_lock);
     pthread_mutex_unlock(&lock);
 }
 
@@ -40,6 +45,8 @@ static void after_fork_in_child(void) {
         for (uint64_t word = atomic_exchange(&closed_in_child[at / WORD_BITS], 0); word; word &= word - 1)
             close(at + __builtin_ctzll(word));
     }
+    pthread_rwlock_unlock(&fork_lock);
+    fork_lock = (pthread_rwlock_t)FORK_LOCK_INITIALIZER; /* threads that wait for it exist in the parent only */
     pthread_mutex_unlock(&lock);
 }
 
@@ -59,10 +66,18 @@ tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *
                     instead);
 }
 
-int tb__fd_own(int fd) {
+void tb__delay_forks(void) {
+    pthread_once(&once, watch_forks);
+    pthread_rwlock_rdlock(&fork_lock);
+}
+
+void tb__allow_forks(void) {
+    pthread_rwlock_unlock(&fork_lock);
+}
+
+int tb__fd_mark(int fd) {
     if (fd < 0 || fd >= MAX_FDS)
         return fd;
-    pthread_once(&once, watch_forks);
     int last = last_fd;
     while (last < fd && !atomic_compare_exchange_weak(&last_fd, &last, fd))
         ;
@@ -70,20 +85,31 @@ int tb__fd_own(int fd) {
     return fd;
 }
 
+int tb__fd_mark_and_allow_forks(int fd) {
+    int error = errno;
+    tb__fd_mark(fd);
+    tb__allow_forks();
+    errno = error;
+    return fd;
+}
+
 void tb__fd_close(int fd) {
     if (fd < 0)
         return;
+    tb__delay_forks();
     /* In this order: once it is closed, its number may become that of another's descriptor. */
     if (fd < MAX_FDS)
         atomic_fetch_and(&closed_in_child[fd / WORD_BITS], ~((uint64_t)1 << fd % WORD_BITS));
     /* A process that is just being spawned may have a copy, which must not keep a connection going. */
     shutdown(fd, SHUT_RDWR);
     close(fd);
+    tb__allow_forks();
 }
 
 void tb__owned_fd_init(tb__owned_fd *owned, int fd) {
-    tb__fd_own(fd);
+    pthread_once(&once, watch_forks);
     pthread_mutex_lock(&lock);
+    tb__fd_mark(fd);
     owned->fd = fd;
     LIST_INSERT_HEAD(&all, owned, link);
     pthread_mutex_unlock(&lock);
@@ -126,16 +152,20 @@ void tb__sleep_ms(int64_t ms) {
         ;
 }
 
+bool tb__read_short_file(const char *path, char *out, size_t room) {
+    int fd = tb__fd_own(open(path, O_RDONLY | O_CLOEXEC));
+    ssize_t n = fd >= 0 ? read(fd, out, room - 1) : 0;
+    tb__fd_close(fd);
+    out[n > 0 ? n : 0] = '\0';
+    return fd >= 0;
+}
+
 /* Field 22 of its stat line, counted behind the name, which may hold anything. */
 bool tb__process_start_time(pid_t pid, uint64_t *out) {
     char path[64], line[1024];
     snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
+    if (!tb__read_short_file(path, line, sizeof line))
         return false;
-    ssize_t n = read(fd, line, sizeof line - 1);
-    close(fd);
-    line[n > 0 ? n : 0] = '\0';
     const char *at = strrchr(line, ')');
     for (int field = 2; at && field < 22; field++)
         at = strchr(at + 1, ' ');

@@ -29,10 +29,17 @@ static inline bool tb__is_inherited(const tb__owner *of) {
 /* TB_REFUSED in a forked child: "this WHAT belongs to process 123; a forked child can't use it: INSTEAD". */
 tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *instead);
 
-/* Closes the descriptor in every child that is forked from now on. A copy in a child would hide that this process has
- * closed it: that a client has died, or that a server's lock and port are free. Returns the descriptor; -1 is allowed.
- */
-int tb__fd_own(int fd);
+/* Between these two calls, no thread can fork: fork waits. They are for a few system calls, and don't nest. */
+void tb__delay_forks(void);
+void tb__allow_forks(void);
+
+/* Opens a descriptor that every forked child closes, as in tb__fd_own(socket(...)). Without this, a copy in a child
+ * would hide that this process has closed it: that a client has died, or that a server's lock and port are free. No
+ * fork can happen between opening and marking it. The value is the descriptor, or -1 with errno. */
+#define tb__fd_own(open) (tb__delay_forks(), tb__fd_mark_and_allow_forks(open))
+int tb__fd_mark_and_allow_forks(int fd);
+/* The same for a descriptor that is already open. */
+int tb__fd_mark(int fd);
 /* Closes it here; -1 is allowed. A socket is shut down, also for copies in other processes. */
 void tb__fd_close(int fd);
 
@@ -45,6 +52,9 @@ typedef struct tb__owned_fd {
 /* The struct must not move until it is closed. */
 void tb__owned_fd_init(tb__owned_fd *owned, int fd);
 void tb__owned_fd_close(tb__owned_fd *owned);
+
+/* Reads a short file, such as one of /proc, and ends the text with '\0'. False: it can't be opened, see errno. */
+bool tb__read_short_file(const char *path, char *out, size_t room);
 
 /* The start time of a process, to detect a reused pid. False: unknown, see errno; ENOENT: no such process. */
 bool tb__process_start_time(pid_t pid, uint64_t *out);

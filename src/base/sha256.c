@@ -74,8 +74,9 @@ void tb__sha256_end(tb__sha256 *hash, uint8_t out[TB__SHA256_NBYTES]) {
         out[i] = (uint8_t)(hash->state[i / 4] >> (24 - i % 4 * 8));
 }
 
-void tb__hmac_sha256(const void *key, size_t key_nbytes, const void *data, size_t nbytes,
-                     uint8_t out[TB__SHA256_NBYTES]) {
+/* HMAC of three parts, one after the other. */
+static void hmac_parts(const void *key, size_t key_nbytes, const void *const part[3], const size_t nbytes[3],
+                       uint8_t out[TB__SHA256_NBYTES]) {
     uint8_t padded[BLOCK] = {0}, inner[TB__SHA256_NBYTES];
     tb__sha256 hash;
     if (key_nbytes > BLOCK) {
@@ -89,7 +90,10 @@ void tb__hmac_sha256(const void *key, size_t key_nbytes, const void *data, size_
         padded[i] ^= 0x36;
     tb__sha256_init(&hash);
     tb__sha256_add(&hash, padded, BLOCK);
-    tb__sha256_add(&hash, data, nbytes);
+    for (int i = 0; i < 3; i++) {
+        if (nbytes[i] > 0)
+            tb__sha256_add(&hash, part[i], nbytes[i]);
+    }
     tb__sha256_end(&hash, inner);
     for (int i = 0; i < BLOCK; i++)
         padded[i] ^= 0x36 ^ 0x5c;
@@ -97,6 +101,25 @@ void tb__hmac_sha256(const void *key, size_t key_nbytes, const void *data, size_
     tb__sha256_add(&hash, padded, BLOCK);
     tb__sha256_add(&hash, inner, sizeof inner);
     tb__sha256_end(&hash, out);
+}
+
+void tb__hmac_sha256(const void *key, size_t key_nbytes, const void *data, size_t nbytes,
+                     uint8_t out[TB__SHA256_NBYTES]) {
+    hmac_parts(key, key_nbytes, (const void *const[3]){data}, (const size_t[3]){nbytes}, out);
+}
+
+void tb__hkdf_sha256(const void *salt, size_t salt_nbytes, const void *secret, size_t secret_nbytes, const void *info,
+                     size_t info_nbytes, uint8_t *out, size_t nbytes) {
+    uint8_t key[TB__SHA256_NBYTES], block[TB__SHA256_NBYTES];
+    tb__hmac_sha256(salt, salt_nbytes, secret, secret_nbytes, key);
+    for (uint8_t counter = 1; nbytes > 0; counter++) {
+        hmac_parts(key, sizeof key, (const void *const[3]){block, info, &counter},
+                   (const size_t[3]){counter > 1 ? sizeof block : 0, info_nbytes, 1}, block);
+        size_t n = nbytes < sizeof block ? nbytes : sizeof block;
+        memcpy(out, block, n);
+        out += n;
+        nbytes -= n;
+    }
 }
 
 bool tb__is_equal_in_constant_time(const void *a, const void *b, size_t nbytes) {

@@ -42,6 +42,8 @@ const char *tb_status_string(tb_status status) {
         return "cancelled";
     case TB_IN_DOUBT:
         return "whether it is committed is not known";
+    case TB_SUPERSEDED:
+        return "superseded by a higher version";
     }
     return "unknown status";
 }

@@ -7,37 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Matching empty lists checks only the options. */
-static tb_status check_matching(const tb_batch_opts *o) {
-    for (size_t i = 0; i < o->nties; i++) {
-        if (!o->ties[i].name || !o->ties[i].canonical)
-            return tb__fail(TB_INVALID, "tie %zu lacks a name", i);
-    }
-    for (size_t i = 0; i < o->nignored; i++) {
-        if (!o->ignored[i])
-            return tb__fail(TB_INVALID, "pattern %zu of what is ignored is NULL", i);
-    }
-    tb_match_opts opts = {
-        .size = sizeof opts, .ties = o->ties, .nties = o->nties, .ignored = o->ignored, .nignored = o->nignored};
-    tb_match match = {.size = sizeof match};
-    TB_TRY(tb_match_names(NULL, 0, NULL, 0, &opts, &match));
-    tb_match_fini(&match);
-    return TB_OK;
-}
-
-tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
-    tb_batch_opts o;
-    TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(tb__world_check_name("batch", name));
-    if (o.bucket_size < 0 || o.staging_bytes < 0)
-        return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
-    o.bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;
-    o.staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
-    if (o.staging_bytes < TB__LEAST_STAGING)
-        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", TB__LEAST_STAGING);
-    if ((unsigned)o.commit > TB_SHADOW)
-        return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
-    TB_TRY(check_matching(&o));
+tb_status tb__local_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
+    tb_batch_opts o = *opts;
     tb_transform transform = {0};
     if (o.transform)
         TB_TRY(tb__struct_read(&transform, sizeof transform, o.transform, 0, "a tb_transform"));
@@ -45,6 +16,7 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     tb_batch *batch = tb__calloc(1, sizeof *batch);
     if (!batch)
         return TB_NO_MEMORY;
+    batch->ops = &tb__local_ops;
     batch->world = world;
     batch->transform = transform;
     batch->name = tb__strdup(name);
@@ -101,7 +73,7 @@ static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
     return TB_OK;
 }
 
-tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
+tb_status tb__local_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "pair '%s' is of another world", pair->name);
@@ -116,24 +88,19 @@ static void free_tensor(tb__added_tensor *t) {
     free(t);
 }
 
-tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
+tb_status tb__local_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
     return tb__batch_add_mirrored(batch, pair, name, tensor, &(tb__mirrored){0});
 }
 
 tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
                                  const tb__mirrored *mirrored) {
     TB_TRY(tb__world_check(batch->world, "batch"));
-    if (!name || !*name)
-        return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
     tb__added_tensor *t = tb__malloc(1, sizeof *t);
     if (!t)
         return TB_NO_MEMORY;
-    tb_tensor given;
-    tb_status status = tb__struct_read(&given, sizeof given, tensor, 0, "a tb_tensor");
-    if (status == TB_OK)
-        status = tb__added_tensor_init(t, pair, name, &given, batch->opts.transform);
+    tb_status status = tb__added_tensor_init(t, pair, name, tensor, batch->opts.transform);
     if (status != TB_OK) {
         free(t);
         return tb__fail_within(status, "tensor '%.100s'", name);
@@ -227,6 +194,8 @@ static tb_pair *next_pair(tb_batch *batch, size_t *i) {
 static tb_status announce_exchanges(tb_batch *batch) {
     size_t known = batch->exchanges.count;
     tb_status status = make_exchanges(batch);
+    for (size_t i = 0; i < batch->engines.count && status == TB_OK && batch->exchanges.count > known; i++)
+        status = tb__engine_draw_nonce(batch->engines.item[i]);
     for (size_t i = known; i < batch->exchanges.count && status == TB_OK; i++)
         status = tb__exchange_announce(batch->exchanges.item[i]);
     batch->epoch += status == TB_OK && batch->exchanges.count > known;
@@ -236,7 +205,7 @@ static tb_status announce_exchanges(tb_batch *batch) {
     return status;
 }
 
-tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
+tb_status tb__local_batch_register(tb_batch *batch, int timeout_ms) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     return tb__batch_register_cancellable(batch, timeout_ms, NULL);
 }
@@ -251,7 +220,7 @@ tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const 
     tb__loop_lock(loop);
     tb_status status = announce_exchanges(batch);
     if (status == TB_OK) {
-        tb__loop_wait(loop, is_registration_over, &s, deadline_ms);
+        tb__handshakes_wait(batch->world, is_registration_over, &s, deadline_ms);
         status = registration_result(&s);
     }
     tb__loop_unlock(loop);
@@ -260,15 +229,15 @@ tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const 
 
 /* With the lock held. */
 static void remove_pair(tb_batch *batch, const char *name) {
-    size_t kept = 0;
-    for (size_t i = 0; i < batch->exchanges.count; i++) {
-        if (strcmp(batch->exchanges.item[i]->pair->name, name) == 0)
-            tb__exchange_destroy(batch->exchanges.item[i]);
-        else
-            batch->exchanges.item[kept++] = batch->exchanges.item[i];
+    for (size_t i = batch->exchanges.count; i-- > 0;) {
+        tb__exchange *gone = batch->exchanges.item[i];
+        if (strcmp(gone->pair->name, name) != 0)
+            continue;
+        memmove(&batch->exchanges.item[i], &batch->exchanges.item[i + 1],
+                (--batch->exchanges.count - i) * sizeof(tb__exchange *));
+        tb__exchange_destroy(gone);
     }
-    batch->exchanges.count = kept;
-    kept = 0;
+    size_t kept = 0;
     for (size_t i = 0; i < batch->tensors.count; i++) {
         if (strcmp(batch->tensors.item[i]->pair->name, name) == 0)
             free_tensor(batch->tensors.item[i]);
@@ -288,7 +257,7 @@ static void remove_pair(tb_batch *batch, const char *name) {
     tb__batch_update_version(batch);
 }
 
-tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
+tb_status tb__local_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb_status status = TB_OK;
     bool is_here = false;
@@ -315,7 +284,7 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
     tb__loop_unlock(batch->world->loop);
 }
 
-uint64_t tb_batch_epoch(tb_batch *batch) {
+uint64_t tb__local_batch_epoch(tb_batch *batch) {
     if (tb__world_check(batch->world, "batch") != TB_OK)
         return 0;
     tb__loop_lock(batch->world->loop);
@@ -324,7 +293,7 @@ uint64_t tb_batch_epoch(tb_batch *batch) {
     return epoch;
 }
 
-tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
+tb_status tb__local_batch_dump(tb_batch *batch, bool is_send, char **out) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb__text text = {0};
     tb_status status = TB_OK;
@@ -352,7 +321,38 @@ tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
     return status;
 }
 
-tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
+/* The flow in which this process sends, or receives; TB_REFUSED if there are several. */
+static tb_status find_only_flow(const tb_batch *batch, bool is_send, tb__flow **out) {
+    const char *first = NULL;
+    *out = NULL;
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
+        for (int side = 0; side < 2; side++) {
+            tb__flow *flow = exchange->flows[is_send ? side : !side];
+            if (!exchange->sides[side].is_here || !flow || flow == *out)
+                continue;
+            if (*out)
+                return tb__fail(TB_REFUSED, "batch '%s' is %s through pairs '%s' and '%s', each with an IR of its own",
+                                batch->name, is_send ? "sent" : "received", first, exchange->pair->name);
+            *out = flow;
+            first = exchange->pair->name;
+        }
+    }
+    return *out ? TB_OK : tb__fail(TB_REFUSED, "batch '%s' has not been registered yet", batch->name);
+}
+
+tb_status tb__local_batch_ir(tb_batch *batch, bool is_send, tb_ir **out) {
+    tb__flow *flow;
+    TB_TRY(tb__world_check(batch->world, "batch"));
+    tb__loop_lock(batch->world->loop);
+    tb_status status = find_only_flow(batch, is_send, &flow);
+    if (status == TB_OK)
+        status = tb__flow_copy_ir(flow, out);
+    tb__loop_unlock(batch->world->loop);
+    return status;
+}
+
+tb_status tb__local_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb__loop_lock(batch->world->loop);
     const tb__exchange *exchange = find_exchange(batch, pair);
@@ -396,32 +396,40 @@ void tb__batch_update_version(tb_batch *batch) {
     tb__versions_update_common(&versions, &batch->common_version);
 }
 
-tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out) {
+/* Whether the other side of a pair has begun to send it, and this process has not received that. */
+static bool is_offered(const tb_batch *batch) {
+    bool is_offered = false;
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
+        const tb__flow *flow = exchange->flows[!exchange->pair->side];
+        is_offered |= flow && tb__flow_is_offered(flow);
+    }
+    return is_offered;
+}
+
+tb_status tb__local_batch_query(tb_batch *batch, tb_batch_state *out) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb_batch_state state = {0};
     tb__loop_lock(batch->world->loop);
     tb__versions versions = versions_of(batch, &state.is_torn);
     state.version = batch->common_version;
     state.is_mixed = tb__versions_differ(&versions);
+    state.transfer_signal = is_offered(batch) || (batch->sending && tb__transfer_is_unread(batch->sending));
+    state.is_in_doubt = tb__batch_is_in_doubt(batch);
     tb__loop_unlock(batch->world->loop);
-    return tb__struct_write(out, &state, sizeof state, "a tb_batch_state");
+    *out = state;
+    return TB_OK;
 }
 
-bool tb__batch_is_offered(const tb_batch *batch) {
-    bool is_offered = false;
-    tb__loop_lock(batch->world->loop);
-    for (size_t i = 0; i < batch->exchanges.count; i++) {
-        const tb__exchange *exchange = batch->exchanges.item[i];
-        const tb__flow *flow = exchange->flows[!exchange->pair->side];
-        is_offered |= flow && tb__flow_is_offered(flow);
-    }
-    tb__loop_unlock(batch->world->loop);
-    return is_offered;
+bool tb__batch_is_in_doubt(const tb_batch *batch) {
+    bool is_in_doubt = false;
+    for (size_t i = 0; i < batch->engines.count; i++)
+        is_in_doubt |= tb__commit_is_in_doubt(&batch->engines.item[i]->commit);
+    return is_in_doubt;
 }
 
-void tb_batch_destroy(tb_batch *batch) {
-    if (batch)
-        tb__batch_unref(batch);
+void tb__local_batch_destroy(tb_batch *batch) {
+    tb__batch_unref(batch);
 }
 
 static void free_batch(tb_batch *batch) {
@@ -430,6 +438,7 @@ static void free_batch(tb_batch *batch) {
     free(batch->tensors.item);
     free(batch->pairs.item);
     free(batch->exchanges.item);
+    free(batch->engines.item);
     tb__pack_fini(&batch->matching);
     free(batch->name);
     free(batch);
@@ -447,8 +456,10 @@ void tb__batch_unref(tb_batch *batch) {
     if (!tb__world_is_inherited(world)) {
         tb__loop_lock(world->loop);
         tb__world_remove_user(world, &batch->memory);
-        for (size_t i = 0; i < batch->exchanges.count; i++)
-            tb__exchange_destroy(batch->exchanges.item[i]);
+        while (batch->exchanges.count > 0)
+            tb__exchange_destroy(batch->exchanges.item[--batch->exchanges.count]);
+        while (batch->engines.count > 0)
+            tb__engine_destroy(batch->engines.item[--batch->engines.count]);
         unref_pairs(batch);
         tb__loop_unlock(world->loop);
         free_batch(batch);

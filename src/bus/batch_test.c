@@ -389,12 +389,67 @@ static void test_leave_before_others_begin(void **state) {
     run_ranks(leave_before_others_begin, 2, 1, NULL);
 }
 
+/* The plan of the next transfer, before and after one: what tb_ir_create makes of the layouts. */
+static void plan_as_data(rank *r) {
+    static int32_t ranks[4];
+    setup s = {0};
+    tb_ir *ir, *wanted, *none = NULL;
+    tb_layout *layouts[2];
+    char *got, *expected, text[2][80];
+    tb_batch *batch;
+    check_ok(tb_batch_create(r->world, "other", NULL, &batch));
+    check_fails(tb_batch_ir(batch, true, &none), TB_REFUSED, "batch 'other' has not been registered yet");
+    tb_batch_destroy(batch);
+    ranks[is_a(r) ? r->index : 2 + r->index] = tb_world_rank(r->world);
+    meet(r);
+    snprintf(text[0], sizeof text[0], ROWS " ranks=%d,%d", (int)ranks[0], (int)ranks[1]);
+    snprintf(text[1], sizeof text[1], COLUMNS " ranks=%d,%d", (int)ranks[2], (int)ranks[3]);
+    for (int i = 0; i < 2; i++)
+        check_ok(tb_layout_parse(text[i], &layouts[i]));
+    set_up(r, &s, ROWS, COLUMNS, 40, 40, &(tb_batch_opts){.size = sizeof(tb_batch_opts), .bucket_size = 1000});
+    tb_tensor_spec spec = {.size = sizeof spec,
+                           .name = "w",
+                           .shape = {2, {40, 40}},
+                           .src = layouts[0],
+                           .dst = layouts[1],
+                           .src_dtype = TB_U32,
+                           .dst_dtype = TB_U32};
+    check_ok(tb_ir_create(tb_world_rank(r->world), &spec, 1, NULL,
+                          &(tb_ir_opts){.size = sizeof(tb_ir_opts), .bucket_size = 1000}, &wanted));
+    check(wanted->nchunks == 2);
+    check_ok(tb_ir_dump_json(wanted, &expected));
+    for (uint32_t version = 1; version <= 2; version++) {
+        check_ok(tb_batch_ir(s.batch, is_a(r), &ir));
+        check_ok(tb_ir_dump_json(ir, &got));
+        tb_ir_destroy(ir);
+        check(strcmp(got, expected) == 0);
+        free(got);
+        exchange(r, &s, "a", version);
+    }
+    free(expected);
+    tb_ir_destroy(wanted);
+    meet(r);
+    tear_down(&s);
+    for (int i = 0; i < 2; i++)
+        tb_layout_destroy(layouts[i]);
+}
+
+static void test_plan_as_data(void **state) {
+    (void)state;
+    run_ranks(plan_as_data, 2, 2, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_what_can_not_be_added),        cmocka_unit_test(test_disagreement_is_found_by_all),
-        cmocka_unit_test(test_timeout_names_who_is_missing), cmocka_unit_test(test_dtypes_may_differ),
-        cmocka_unit_test(test_pairs_with_different_ranks),   cmocka_unit_test(test_a_name_can_be_used_again),
-        cmocka_unit_test(test_who_is_not_needed_may_go),     cmocka_unit_test(test_leave_before_others_begin),
+        cmocka_unit_test(test_what_can_not_be_added),
+        cmocka_unit_test(test_disagreement_is_found_by_all),
+        cmocka_unit_test(test_timeout_names_who_is_missing),
+        cmocka_unit_test(test_dtypes_may_differ),
+        cmocka_unit_test(test_pairs_with_different_ranks),
+        cmocka_unit_test(test_a_name_can_be_used_again),
+        cmocka_unit_test(test_plan_as_data),
+        cmocka_unit_test(test_who_is_not_needed_may_go),
+        cmocka_unit_test(test_leave_before_others_begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

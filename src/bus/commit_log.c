@@ -12,10 +12,10 @@
 enum { ANSWER_MS = 3000 };
 
 typedef struct question {
-    tb__commit_machine *commit; /* guarded by the loop's lock; NULL: the answer is not needed any more */
+    tb__commit *commit; /* guarded by the loop's lock; NULL: the answer is not needed any more */
     bool forgets;
     char text[TB__QUESTION_ROOM];
-    uint64_t attempt, store_number;
+    uint64_t proposal, store_number;
     char answer[TB__WHY_MAX + 32]; /* that is proposed */
     struct question *next;
 } question;
@@ -75,7 +75,7 @@ static void ask_store(tb__commit_log *d, const question *q) {
     }
     tb__loop_lock(d->loop);
     if (q->commit)
-        tb__commit_answer(q->commit, q->attempt, decision, reason, why);
+        tb__commit_answer(q->commit, q->proposal, decision, reason, why);
     tb__loop_unlock(d->loop);
     free(answer);
 }
@@ -123,8 +123,8 @@ static tb_status enqueue_question(tb__commit_log *d, question *q) {
     return status;
 }
 
-tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit_machine *commit, uint64_t store_number, const char *text,
-                                 uint64_t attempt, tb__decision decision, tb_status status, const char *why) {
+tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit *commit, uint64_t store_number, const char *text,
+                                 uint64_t proposal, tb__decision decision, tb_status status, const char *why) {
     if (!tb__directory_is_connected(d->directory))
         return tb__fail_within(TB_LOST, "the store, which has to decide it");
     if (tb__directory_store_number(d->directory) != store_number)
@@ -133,7 +133,7 @@ tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit_machine *commit, 
     if (!q)
         return TB_NO_MEMORY;
     q->commit = commit;
-    q->attempt = attempt;
+    q->proposal = proposal;
     q->store_number = store_number;
     snprintf(q->text, sizeof q->text, "%s", text);
     if (decision == TB__DECISION_COMMIT)
@@ -152,7 +152,7 @@ void tb__commit_log_forget(tb__commit_log *d, const char *text) {
     (void)enqueue_question(d, q);
 }
 
-void tb__commit_log_drop(tb__commit_log *d, const tb__commit_machine *commit) {
+void tb__commit_log_drop(tb__commit_log *d, const tb__commit *commit) {
     pthread_mutex_lock(&d->lock);
     if (d->asked && d->asked->commit == commit)
         d->asked->commit = NULL;

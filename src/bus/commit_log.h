@@ -6,7 +6,7 @@
 #include "loop/loop.h"
 
 typedef struct tb__commit_log tb__commit_log;
-typedef struct tb__commit_machine tb__commit_machine;
+typedef struct tb__commit tb__commit;
 
 typedef enum tb__decision { TB__DECISION_NONE, TB__DECISION_COMMIT, TB__DECISION_ABORT } tb__decision;
 
@@ -22,12 +22,12 @@ void tb__commit_log_destroy(tb__commit_log *commit_log);
 
 /* Proposes a decision, with the reason if it is to abort; the answer goes to tb__commit_answer. TB_LOST if the store
  * with this number is known to be gone. If this fails, nothing is proposed. */
-tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__commit_machine *commit, uint64_t store_number,
-                                 const char *question, uint64_t attempt, tb__decision decision, tb_status status,
+tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__commit *commit, uint64_t store_number,
+                                 const char *question, uint64_t proposal, tb__decision decision, tb_status status,
                                  const char *why);
 /* No rank will ask this question again: deletes its answer from the store, if the store can be reached. */
 void tb__commit_log_forget(tb__commit_log *commit_log, const char *question);
 /* Drops answers that are still to come for it. */
-void tb__commit_log_drop(tb__commit_log *commit_log, const tb__commit_machine *commit);
+void tb__commit_log_drop(tb__commit_log *commit_log, const tb__commit *commit);
 
 #endif

@@ -222,7 +222,7 @@ static void pair_without(rank *r) {
 }
 
 /* One can connect, but not accept the other's connection: it says whose limit that is, and neither says that the other
- * did nothing. When there are descriptors again, the same call succeeds. */
+ * did not register. When there are descriptors again, the same call succeeds. */
 static void accept_without(rank *r) {
     enum { ENOUGH_TO_CONNECT = 3 }; /* and too few to accept */
     tb_tensor nothing = {.size = sizeof nothing, .dtype = TB_U32, .ndim = 1, .shape = {0}};
@@ -240,7 +240,7 @@ static void accept_without(rank *r) {
     must(tb_batch_add(r->batch, r->pair, "w0", &nothing) == TB_OK);
     must(tb_batch_register(r->batch, SOON_MS) == TB_TIMEOUT && !strstr(tb_error_detail(), "has not registered"));
     if (r->is_a)
-        must(strstr(tb_error_detail(), "(b 0) has registered batch 'step' of pair 'p', but has not confirmed our"));
+        must(strstr(tb_error_detail(), "(b 0) has added to batch 'step' of pair 'p' has not come"));
     else
         must(strstr(tb_error_detail(), "(a 0) of batch 'step' of pair 'p' has not arrived; this process can't accept "
                                        "a connection: ") &&

@@ -94,12 +94,27 @@ tb_status tb__directory_refresh_within(tb__directory *d, const tb__store_deadlin
 
 /* After a seat was claimed: claims a rank, if this is the first seat, and makes the seat visible. */
 static tb_status publish_claimed_seat(tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
-    if (d->self.rank == TB_NO_RANK)
-        TB_TRY(tb__rank_claim(deadline, own->group, own->index, d->holder, &d->self.rank, &d->self.incarnation));
-    TB_TRY(tb__seat_remember_rank(deadline, own->group, own->index, d->self.rank));
+    if (d->self.rank == TB_NO_RANK) {
+        TB_TRY(tb__rank_claim(deadline, own, d->holder, &d->claimed));
+        d->self.rank = d->claimed.rank;
+        d->self.incarnation = d->claimed.incarnation;
+    }
     if (d->self.is_announced)
         TB_TRY(write_seat(d, deadline, own));
-    return tb__directory_refresh_within(d, deadline);
+    return d->must_follow || d->self.is_announced ? tb__directory_refresh_within(d, deadline) : TB_OK;
+}
+
+/* The size of the first seat's group, when only hints are followed: the more ranks have the group's first rank to
+ * compare with, the fewer list the groups. */
+static tb_status check_size_late(tb__directory *d, const tb__store_deadline *deadline) {
+    const tb__own_seat *own = &d->seats.item[0];
+    tb__seat_record seat = tb__directory_seat_record(d, own->size);
+    tb__store_entries seats = {0};
+    tb__store_value_fini(&d->lead);
+    if (own->index == 0)
+        return tb__seat_check_size(deadline, own, &seat, NULL, NULL);
+    TB_TRY(tb__seat_check_size(deadline, own, &seat, &d->lead, &seats));
+    return d->lead.data ? TB_OK : tb__directory_replace_view(d, &seats, false);
 }
 
 /* `seats` must have room for one more. */
@@ -110,7 +125,11 @@ static tb_status claim_seat(tb__directory *d, const tb__store_deadline *deadline
     tb__seat_record claim = tb__directory_seat_record(d, size);
     claim.is_announced = false;
     claim.contact_nbytes = 0;
-    TB_TRY(tb__seat_claim(deadline, group, index, &claim, false));
+    TB_TRY(tb__seat_claim(deadline, group, index, &claim, false, &own.revision));
+    if (d->seats.count > 0 || !d->opts.only_hints)
+        TB_TRY(tb__seat_check_size(deadline, &own, &claim, NULL, NULL));
+    if (d->seats.count == 0) /* later, the thread that follows the store has it */
+        d->told = own.revision;
     tb_status status = publish_claimed_seat(d, deadline, &own);
     if (status != TB_OK)
         return tb__seat_give_up(deadline, group, index, status);
@@ -126,6 +145,7 @@ static void free_directory(tb__directory *d) {
     pthread_cond_destroy(&d->freed);
     pthread_mutex_destroy(&d->lock);
     free(d->seats.item);
+    tb__store_value_fini(&d->lead);
     tb__directory_free_notes(d);
     free(d->url);
     free(d->token);
@@ -148,6 +168,7 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         return TB_NO_MEMORY;
     d->opts = *opts;
     d->opts.token = NULL;
+    d->must_follow = !opts->only_hints;
     d->self = (tb__seat_record){.rank = TB_NO_RANK, .pid = getpid()};
     if (gethostname(d->self.host, sizeof d->self.host - 1) != 0)
         snprintf(d->self.host, sizeof d->self.host, "?");
@@ -160,7 +181,12 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
     if (status == TB_OK)
         status = describe_holder(d, group, index);
     if (status == TB_OK)
-        status = tb__store_open_or_serve(url, opts->token, tb__ms_until(deadline_ms), &d->store, &d->server);
+        status = tb__directory_view_create(&(tb__store_entries){0}, 0, &d->view);
+    if (status == TB_OK)
+        status = tb__store_secret_make(&d->secret);
+    if (status == TB_OK)
+        status =
+            tb__store_open_or_serve(url, opts->token, &d->secret, tb__ms_until(deadline_ms), &d->store, &d->server);
     tb__store_deadline deadline = {.store = d->store, .deadline_ms = deadline_ms, .timeout_ms = opts->timeout_ms};
     if (status == TB_OK)
         status = tb__directory_identify_store(d, &deadline);
@@ -168,6 +194,8 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         status = claim_seat(d, &deadline, group, index, size);
     if (status == TB_OK) {
         tb__store_set_timeout(d->store, opts->timeout_ms);
+        if (d->must_follow)
+            d->told = tb__directory_view_revision(d->view);
         status = tb__start_thread(&d->follower, "tb-directory", tb__directory_follow, d);
     }
     if (status != TB_OK) {
@@ -248,6 +276,8 @@ tb_status tb__directory_enter(tb__directory *directory, const char *group, int32
 
 static tb_status write_contact(tb__directory *d, const tb__store_deadline *deadline, const void *contact,
                                size_t nbytes) {
+    if (d->opts.only_hints && !d->self.is_announced)
+        TB_TRY(check_size_late(d, deadline));
     if (nbytes > 0)
         memcpy(d->contact, contact, nbytes);
     d->self.contact = d->contact;
@@ -255,7 +285,8 @@ static tb_status write_contact(tb__directory *d, const tb__store_deadline *deadl
     d->self.is_announced = true;
     for (size_t i = 0; i < d->seats.count; i++)
         TB_TRY(write_seat(d, deadline, &d->seats.item[i]));
-    return tb__directory_refresh_within(d, deadline);
+    return d->seats.item[0].index > 0 && !tb__directory_must_follow(d) ? TB_OK
+                                                                       : tb__directory_refresh_within(d, deadline);
 }
 
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms) {
@@ -278,12 +309,25 @@ tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__
     return status;
 }
 
+/* The first rank of the group, if this process has relied on it when it joined, and has not looked at all others. */
+static tb_status check_lead(const tb__directory *d,
+                            tb_status (*check)(const void *contact, size_t nbytes, const char *label)) {
+    char label[TB__DIRECTORY_MAX_NAME + 40];
+    tb__seat_record lead;
+    if (!tb__seat_decode(&d->lead, 0, &lead))
+        return TB_OK;
+    snprintf(label, sizeof label, "rank %" PRId32 " (%s 0)", lead.rank, d->seats.item[0].group);
+    return check(lead.contact, lead.contact_nbytes, label);
+}
+
 tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline_ms,
                                       tb_status (*check)(const void *contact, size_t nbytes, const char *label)) {
     int64_t begun_ms = tb__now_ms();
     for (;;) {
         pthread_mutex_lock(&directory->lock);
         tb_status status = tb__directory_view_check_members(directory->view, check);
+        if (status == TB_OK && directory->lead.data)
+            status = check_lead(directory, check);
         int64_t until_ms = tb__min64(begun_ms + tb__store_linger_ms(directory->store), deadline_ms);
         pthread_mutex_unlock(&directory->lock);
         if (status == TB_OK || tb__ms_until(until_ms) == 0)
@@ -299,12 +343,18 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
     return count;
 }
 
+static tb_status fail_other_store(void) {
+    return tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in its place");
+}
+
+/* In one transaction with the check of the mark: the store may have been emptied since it was identified. */
 static tb_status write_decision(const tb__directory *d, const tb__store_deadline *deadline, const char *key,
                                 const char *answer, char **out) {
     tb__store_value present;
     TB_TRY(tb__store_deadline_apply(deadline));
-    tb_status status =
-        tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL, &present);
+    tb_status status = tb__store_create_guarded(d->store, "mark", d->mark, key, answer, strlen(answer), &present);
+    if (status == TB_REFUSED)
+        return fail_other_store();
     if (status == TB_CONFLICT) {
         *out = present.data ? tb__strdup(present.data) : NULL;
         tb__store_value_fini(&present);
@@ -322,9 +372,7 @@ tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, 
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(tb__directory_begin_call(directory, &deadline, true));
     if (tb__directory_store_number(directory) != store_number)
-        return tb__directory_end_call(
-            directory, tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in "
-                                             "its place"));
+        return tb__directory_end_call(directory, fail_other_store());
     return tb__directory_end_call(directory, write_decision(directory, &deadline, key.text, answer, out));
 }
 
@@ -339,6 +387,47 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(tb__directory_begin_call(directory, &deadline, true));
     return tb__directory_end_call(directory, delete_decision(directory, &deadline, key.text));
+}
+
+bool tb__directory_must_follow(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    bool must_follow = d->must_follow;
+    pthread_mutex_unlock(&d->lock);
+    return must_follow;
+}
+
+tb_status tb__directory_follow_all(tb__directory *directory, int timeout_ms) {
+    tb__directory *d = directory;
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
+    pthread_mutex_lock(&d->lock);
+    bool is_following = d->must_follow;
+    d->must_follow = true;
+    while (!d->is_following_all && !d->is_closing && d->state == TB_OK && tb__ms_until(deadline.deadline_ms) > 0) {
+        struct timespec until = tb__time_of_ms(tb__now_ms() + REOPEN_MS);
+        tb__store_interrupt(d->store);
+        pthread_cond_timedwait(&d->freed, &d->lock, &until);
+    }
+    pthread_mutex_unlock(&d->lock);
+    if (is_following)
+        return TB_OK;
+    TB_TRY(tb__directory_begin_call(d, &deadline, true));
+    return tb__directory_end_call(d, tb__directory_refresh_within(d, &deadline));
+}
+
+static tb_status write_hint(const tb__directory *d, const tb__store_deadline *deadline, const char *key,
+                            uint64_t state) {
+    char text[24];
+    int length = snprintf(text, sizeof text, "%016" PRIx64, state);
+    TB_TRY(tb__store_deadline_apply(deadline));
+    return tb__store_set(d->store, key, text, (size_t)length, TB__STORE_EPHEMERAL, NULL);
+}
+
+tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *group, uint64_t state,
+                             int timeout_ms) {
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
+    tb__key key = tb__key_of_hint(pair, group);
+    TB_TRY(tb__directory_begin_call(directory, &deadline, true));
+    return tb__directory_end_call(directory, write_hint(directory, &deadline, key.text, state));
 }
 
 /* If another call is active, that one uses the store. */

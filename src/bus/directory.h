@@ -24,6 +24,13 @@ enum {
     TB__DIRECTORY_MAX_NOTE = 64 << 10,
 };
 
+typedef struct tb__note {
+    const char *group;
+    int32_t index;
+    const void *data;
+    size_t nbytes;
+} tb__note;
+
 typedef struct tb__directory_opts {
     const char *token;
     int timeout_ms; /* for opening, and for calls that ask the store and are given none of their own */
@@ -32,12 +39,18 @@ typedef struct tb__directory_opts {
      * is lost. May be NULL. */
     void (*changed)(void *arg);
     void *arg;
+    /* Rosters and notes are looked at when a hint changes (tb__directory_hint), and until tb__directory_follow_all not
+     * at other changes: of many ranks that make a pair, a few follow all changes, and tell the others when to look.
+     * `is_lead`: whether this note of a group's first rank says that it does; NULL: none does. */
+    bool only_hints;
+    bool (*is_lead)(const tb__note *note);
 } tb__directory_opts;
 
-/* Connects to the store, or serves it if nobody does, and takes a bus rank: the one that this seat had last, with the
- * next incarnation, or a new one if a living process has that. TB_CONFLICT, naming the other process, if the seat is
- * taken or a member of the group says that it has another size; a dead process is given time to disappear first (half a
- * second, with etcd a few seconds). Others see this process after tb__directory_announce. */
+/* Connects to the store, or serves it if nobody does, and takes a bus rank: that of the seat in the group's block of
+ * ranks, with the next incarnation, or a new one if a living process has that. TB_CONFLICT, naming the other process,
+ * if the seat is taken or a member of the group says that it has another size; a dead process is given time to
+ * disappear first (half a second, with etcd a few seconds). Others see this process after tb__directory_announce, which
+ * compares the sizes if only hints are followed. */
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
                              const tb__directory_opts *opts, tb__directory **out);
 
@@ -84,7 +97,9 @@ tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes);
 
 /* Publishes a note about `topic` for one of this process's seats, in place of an earlier one. Others see it until it is
- * withdrawn or this process is gone; this process sees it when the call returns. TB_TOO_BIG also if all contacts and
+ * withdrawn or this process is gone; this process sees it when the call returns. But if only hints are followed, and
+ * the group's first rank has a note about the topic that `is_lead` accepts, it sees all notes when that one hints at a
+ * change. TB_TOO_BIG also if all contacts and
  * notes on the bus together come close to 16 MiB. If the call fails, a note that was new is deleted in the background.
  *
  * Withdrawing while the store is lost does not wait: the note is not written again. If the store does not answer within
@@ -95,13 +110,6 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
 tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,
                                  int timeout_ms);
 
-typedef struct tb__note {
-    const char *group;
-    int32_t index;
-    const void *data;
-    size_t nbytes;
-} tb__note;
-
 /* All notes about a topic, by group, then index. One allocation, freed with tb__notes_fini. */
 typedef struct tb__notes {
     size_t count;
@@ -109,6 +117,8 @@ typedef struct tb__notes {
 } tb__notes;
 
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
+/* False: what is known is older than the note that this process has published last, because it relies on a hint. */
+bool tb__directory_is_current(tb__directory *directory);
 void tb__notes_fini(tb__notes *notes);
 
 /* Identifies the store: the same number on all processes that use it, and another one when an empty store has replaced
@@ -122,6 +132,13 @@ tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, 
                                const char *answer, int timeout_ms, char **out);
 /* Deletes the answer. No process may ask the question any more. */
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms);
+
+/* With only_hints, from this call on all changes are followed. TB_TIMEOUT
+ * if the store does not answer; then what is known is old, but is followed later. */
+tb_status tb__directory_follow_all(tb__directory *directory, int timeout_ms);
+/* Changes the hint about a pair, as the first rank of one of its groups. */
+tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *group, uint64_t state,
+                             int timeout_ms);
 
 /* For a caller that has waited long for entries of others: sends the store a request, which finds out whether the
  * connection is dead and replaces it then. Returns when the store has answered, at once while it is lost. */

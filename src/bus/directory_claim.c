@@ -2,6 +2,7 @@
  */
 #include "bus/directory_claim.h"
 
+#include "base/int.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -80,7 +81,8 @@ static tb_status compare_size(const tb__store_entry *entry, const char *group, c
                               uint64_t revision) {
     tb__key_parts key;
     tb__seat_record other;
-    if (!tb__key_split(entry->key, &key) || !tb__seat_decode(&entry->value, key.index, &other))
+    if (!tb__key_split(entry->key, &key) || strcmp(key.group, group) != 0 ||
+        !tb__seat_decode(&entry->value, key.index, &other))
         return TB_OK;
     if (other.size == mine->size || (!other.is_announced && entry->value.revision > revision))
         return TB_OK;
@@ -90,9 +92,13 @@ static tb_status compare_size(const tb__store_entry *entry, const char *group, c
                     group, other.size, tb__seat_describe(&other).text, key.index, mine->size);
 }
 
+/* `seats`: lists those of all groups, and keeps them; NULL: those of this one. */
 static tb_status agree_on_size(const tb__store_deadline *deadline, const char *group, const tb__seat_record *mine,
-                               int64_t until_ms, uint64_t revision) {
+                               uint64_t revision, tb__store_entries *seats) {
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
     tb__key prefix = tb__key_of_group(group);
+    if (seats)
+        snprintf(prefix.text, sizeof prefix.text, TB__NOW "groups/");
     for (;;) {
         tb__store_entries entries;
         tb_status status = TB_OK;
@@ -101,7 +107,10 @@ static tb_status agree_on_size(const tb__store_deadline *deadline, const char *g
         for (size_t i = 0; i < entries.count && status == TB_OK; i++)
             status = compare_size(&entries.item[i], group, mine, revision);
         uint64_t since = entries.revision;
-        tb__store_entries_fini(&entries);
+        if (status == TB_OK && seats)
+            *seats = entries;
+        else
+            tb__store_entries_fini(&entries);
         if (status == TB_OK)
             return TB_OK;
         tb__saved_detail why = tb__save_detail();
@@ -122,39 +131,42 @@ tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group
     return tb__fail(status, "%s", why.text);
 }
 
-tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index,
-                         const tb__seat_record *mine, bool is_again) {
-    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
-    uint64_t revision = 0;
-    TB_TRY(claim_seat_key(deadline, group, index, mine, is_again, until_ms, &revision));
-    tb_status status = agree_on_size(deadline, group, mine, until_ms, revision);
-    return status == TB_OK ? TB_OK : tb__seat_give_up(deadline, group, index, status);
+/* Whether the group's first rank has joined with the same size: it has compared that with all others, and all that come
+ * are compared with it. `lead` is its record then. */
+static tb_status look_at_lead(const tb__store_deadline *deadline, const char *group, const tb__seat_record *mine,
+                              tb__store_value *lead, bool *is_same) {
+    tb__seat_record other;
+    TB_TRY(tb__store_deadline_apply(deadline));
+    TB_TRY(tb__store_get(deadline->store, tb__key_of_seat(group, 0).text, lead));
+    *is_same = lead->data && tb__seat_decode(lead, 0, &other) && other.is_announced && other.size == mine->size;
+    if (!*is_same)
+        tb__store_value_fini(lead);
+    return TB_OK;
 }
 
-/* Increments a counter; `before` is its old value. */
-static tb_status increment_counter(const tb__store_deadline *deadline, const char *key, int64_t max, int64_t *before) {
-    tb__store_value value;
+tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index,
+                         const tb__seat_record *mine, bool is_again, uint64_t *revision) {
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
+    return claim_seat_key(deadline, group, index, mine, is_again, until_ms, revision);
+}
+
+tb_status tb__seat_check_size(const tb__store_deadline *deadline, const tb__own_seat *own, const tb__seat_record *mine,
+                              tb__store_value *lead, tb__store_entries *seats) {
+    bool is_same = false;
+    tb_status status = lead ? look_at_lead(deadline, own->group, mine, lead, &is_same) : TB_OK;
+    if (status == TB_OK && !is_same)
+        status = agree_on_size(deadline, own->group, mine, own->revision, seats);
+    return status == TB_OK ? TB_OK : tb__seat_give_up(deadline, own->group, own->index, status);
+}
+
+/* Adds 1 to a counter; `before` is its old value. */
+static tb_status increment_counter(const tb__store_deadline *deadline, const char *key, uint64_t max,
+                                   uint64_t *before) {
     TB_TRY(tb__store_deadline_apply(deadline));
-    TB_TRY(tb__store_get(deadline->store, key, &value));
-    for (;;) {
-        int64_t number = 0;
-        uint64_t expected = value.revision;
-        bool is_number = !value.data || tb__number_decode(&value, INT64_MAX, &number);
-        tb__store_value_fini(&value);
-        if (!is_number)
-            return tb__fail(TB_INVALID, "the store's counter '%s' holds no number", key);
-        if (number >= max)
-            return tb__fail(TB_TOO_BIG, "the store's counter '%s' has reached %" PRId64, key, max);
-        char text[24];
-        int length = snprintf(text, sizeof text, "%" PRId64, number + 1);
-        TB_TRY(tb__store_deadline_apply(deadline));
-        tb_status status = tb__store_compare_and_set(deadline->store, key, expected, text, (size_t)length,
-                                                     TB__STORE_PERMANENT, NULL, &value);
-        if (status == TB_OK)
-            *before = number;
-        if (status != TB_CONFLICT)
-            return status;
-    }
+    TB_TRY(tb__store_count(deadline->store, key, 0, 1, before));
+    if (*before >= max)
+        return tb__fail(TB_TOO_BIG, "the store's counter '%s' has reached %" PRIu64, key, max);
+    return TB_OK;
 }
 
 /* TB_CONFLICT if the rank is in use. */
@@ -171,25 +183,26 @@ static tb_status take_rank(const tb__store_deadline *deadline, int32_t rank, con
     return status;
 }
 
-static tb_status take_last_rank(const tb__store_deadline *deadline, const char *group, int32_t index,
-                                const char *holder, int32_t *rank) {
-    tb__store_value value;
-    tb__key key = tb__key_of_last(group, index);
-    int64_t last = 0;
+/* The rank of the seat in the group's block of ranks. */
+static tb_status take_seat_rank(const tb__store_deadline *deadline, const tb__own_seat *seat, const char *holder,
+                                tb__claimed_rank *out) {
+    uint64_t first, next;
+    tb__key key = tb__key_of_block(seat->group, seat->size);
     TB_TRY(tb__store_deadline_apply(deadline));
-    TB_TRY(tb__store_get(deadline->store, key.text, &value));
-    bool has_last = tb__number_decode(&value, TB_MAX_RANKS - 1, &last);
-    tb__store_value_fini(&value);
-    if (!has_last)
-        return TB_CONFLICT;
-    TB_TRY(take_rank(deadline, (int32_t)last, holder));
-    *rank = (int32_t)last;
+    TB_TRY(tb__store_take_block(deadline->store, "next_rank", key.text, (uint64_t)seat->size, &first, &next));
+    if (first > TB_MAX_RANKS || first + (uint64_t)seat->size > TB_MAX_RANKS)
+        return tb__fail(TB_TOO_BIG, "the store's counter 'next_rank' has reached %d with the ranks of group '%s'",
+                        TB_MAX_RANKS, seat->group);
+    out->next = (int32_t)tb__min64((int64_t)next, TB_MAX_RANKS);
+    TB_TRY(take_rank(deadline, (int32_t)first + seat->index, holder));
+    out->first = (int32_t)first;
+    out->rank = out->first + seat->index;
     return TB_OK;
 }
 
 static tb_status take_new_rank(const tb__store_deadline *deadline, const char *holder, int32_t *rank) {
     for (;;) {
-        int64_t number;
+        uint64_t number;
         TB_TRY(increment_counter(deadline, "next_rank", TB_MAX_RANKS, &number));
         tb_status status = take_rank(deadline, (int32_t)number, holder);
         if (status == TB_OK)
@@ -199,45 +212,29 @@ static tb_status take_new_rank(const tb__store_deadline *deadline, const char *h
     }
 }
 
-tb_status tb__rank_claim(const tb__store_deadline *deadline, const char *group, int32_t index, const char *holder,
-                         int32_t *rank, uint64_t *incarnation) {
-    int64_t before;
-    tb_status status = take_last_rank(deadline, group, index, holder, rank);
+tb_status tb__rank_claim(const tb__store_deadline *deadline, const tb__own_seat *seat, const char *holder,
+                         tb__claimed_rank *out) {
+    tb__claimed_rank claimed = {.first = TB_NO_RANK};
+    uint64_t before;
+    tb_status status = take_seat_rank(deadline, seat, holder, &claimed);
     if (status == TB_CONFLICT)
-        status = take_new_rank(deadline, holder, rank);
+        status = take_new_rank(deadline, holder, &claimed.rank);
     TB_TRY(status);
-    TB_TRY(increment_counter(deadline, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
-    *incarnation = (uint64_t)before + 1;
+    TB_TRY(increment_counter(deadline, tb__key_of_counter("incarnations", claimed.rank).text, INT64_MAX, &before));
+    claimed.incarnation = before + 1;
+    *out = claimed;
     return TB_OK;
 }
 
-/* Raises a counter to at least this value; `reached` is the result. */
-static tb_status raise_counter(const tb__store_deadline *deadline, const char *key, int64_t least, int64_t *reached) {
-    for (;;) {
-        tb__store_value value;
-        TB_TRY(tb__store_deadline_apply(deadline));
-        TB_TRY(tb__store_get(deadline->store, key, &value));
-        uint64_t expected = value.revision;
-        *reached = 0;
-        (void)tb__number_decode(&value, INT64_MAX, reached);
-        tb__store_value_fini(&value);
-        if (*reached >= least)
-            return TB_OK;
-        char text[24];
-        int length = snprintf(text, sizeof text, "%" PRId64, least);
-        TB_TRY(tb__store_deadline_apply(deadline));
-        tb_status status = tb__store_compare_and_set(deadline->store, key, expected, text, (size_t)length,
-                                                     TB__STORE_PERMANENT, NULL, NULL);
-        if (status == TB_OK)
-            *reached = least;
-        if (status != TB_CONFLICT)
-            return status;
-    }
-}
-
-tb_status tb__ranks_reserve(const tb__store_deadline *deadline, int32_t next_rank) {
-    int64_t reached;
-    return raise_counter(deadline, "next_rank", next_rank, &reached);
+tb_status tb__ranks_reserve(const tb__store_deadline *deadline, const tb__own_seat *seat, int32_t first,
+                            int32_t next_rank) {
+    TB_TRY(tb__store_deadline_apply(deadline));
+    TB_TRY(tb__store_count(deadline->store, "next_rank", (uint64_t)next_rank, 0, NULL));
+    if (first == TB_NO_RANK)
+        return TB_OK;
+    TB_TRY(tb__store_deadline_apply(deadline));
+    tb__key key = tb__key_of_block(seat->group, seat->size);
+    return tb__store_count(deadline->store, key.text, (uint64_t)first, 0, NULL);
 }
 
 /* A process that holds the rank may be dead, and is given time to disappear. */
@@ -267,18 +264,11 @@ static tb_status reclaim_rank_key(const tb__store_deadline *deadline, const char
 
 tb_status tb__rank_reclaim(const tb__store_deadline *deadline, const char *holder, int32_t rank, uint64_t incarnation) {
     tb__key key = tb__key_of_counter("incarnations", rank);
-    int64_t reached;
+    uint64_t reached;
     TB_TRY(reclaim_rank_key(deadline, holder, rank));
-    TB_TRY(raise_counter(deadline, key.text, (int64_t)incarnation, &reached));
-    if (reached > (int64_t)incarnation)
+    TB_TRY(tb__store_deadline_apply(deadline));
+    TB_TRY(tb__store_count(deadline->store, key.text, incarnation, 0, &reached));
+    if (reached > incarnation)
         return tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by a process that has ended", rank);
     return TB_OK;
-}
-
-tb_status tb__seat_remember_rank(const tb__store_deadline *deadline, const char *group, int32_t index, int32_t rank) {
-    char text[16];
-    int length = snprintf(text, sizeof text, "%" PRId32, rank);
-    TB_TRY(tb__store_deadline_apply(deadline));
-    return tb__store_set(deadline->store, tb__key_of_last(group, index).text, text, (size_t)length, TB__STORE_PERMANENT,
-                         NULL);
 }

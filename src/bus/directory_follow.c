@@ -18,7 +18,8 @@ enum {
     FIRST_DELAY_MS = 10,
     LONGEST_DELAY_MS = 2000,
     REACH_MS = 2000,
-    PATIENCE_MS = 500
+    PATIENCE_MS = 500,
+    COALESCE_MS = 50 /* from one look at the store to the next, at least */
 };
 
 static _Thread_local bool is_following;
@@ -56,7 +57,7 @@ tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadlin
     snprintf(mark, sizeof mark, "%016" PRIx64 "%016" PRIx64, number[0], number[1]);
     TB_TRY(tb__store_deadline_apply(deadline));
     tb_status status =
-        tb__store_compare_and_set(deadline->store, "mark", 0, mark, strlen(mark), TB__STORE_PERMANENT, NULL, &present);
+        tb__store_compare_and_set(deadline->store, "mark", 0, mark, strlen(mark), TB__STORE_ONCE, NULL, &present);
     if (status == TB_CONFLICT) {
         snprintf(mark, sizeof mark, "%s", present.data ? (const char *)present.data : "");
         tb__store_value_fini(&present);
@@ -64,6 +65,7 @@ tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadlin
         TB_TRY(status);
     }
     pthread_mutex_lock(&d->lock);
+    snprintf(d->mark, sizeof d->mark, "%s", mark);
     d->store_number = tb__hash_string(0, mark);
     pthread_mutex_unlock(&d->lock);
     return TB_OK;
@@ -85,9 +87,13 @@ static uint64_t viewed_revision(tb__directory *d) {
 
 tb_status tb__directory_refresh(tb__directory *d, bool is_other_store) {
     tb__store_entries entries;
-    tb__directory_view *view;
     TB_TRY(tb__store_list(d->store, TB__NOW, &entries));
-    TB_TRY(tb__directory_view_create(&entries, is_other_store ? 0 : viewed_revision(d), &view));
+    return tb__directory_replace_view(d, &entries, is_other_store);
+}
+
+tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entries, bool is_other_store) {
+    tb__directory_view *view;
+    TB_TRY(tb__directory_view_create(entries, is_other_store ? 0 : viewed_revision(d), &view));
     pthread_mutex_lock(&d->lock);
     if (!d->view || is_other_store || tb__directory_view_revision(view) > tb__directory_view_revision(d->view)) {
         tb__directory_view *before = d->view;
@@ -118,7 +124,9 @@ static bool is_closing(tb__directory *d) {
     return result;
 }
 
-static void notify_changed(const tb__directory *d) {
+/* A call of this process may refresh the view while the callback runs, which may not see that: it is called again. */
+static void notify_changed(tb__directory *d) {
+    d->told = viewed_revision(d);
     if (d->opts.changed)
         d->opts.changed(d->opts.arg);
 }
@@ -136,10 +144,10 @@ tb__seat_record tb__directory_seat_record(const tb__directory *d, int32_t size) 
 /* Writes all that this process has published again. The store may be empty, or, with etcd, still have the old keys. */
 static tb_status republish_all(tb__directory *d, const tb__store_deadline *deadline) {
     for (size_t i = 0; i < d->seats.count; i++) {
-        const tb__own_seat *own = &d->seats.item[i];
+        tb__own_seat *own = &d->seats.item[i];
         tb__seat_record seat = tb__directory_seat_record(d, own->size);
-        TB_TRY(tb__seat_claim(deadline, own->group, own->index, &seat, true));
-        TB_TRY(tb__seat_remember_rank(deadline, own->group, own->index, d->self.rank));
+        TB_TRY(tb__seat_claim(deadline, own->group, own->index, &seat, true, &own->revision));
+        TB_TRY(tb__seat_check_size(deadline, own, &seat, NULL, NULL));
     }
     TB_TRY(tb__directory_delete_withdrawn(d, deadline));
     for (size_t i = 0; i < d->notes.count; i++) {
@@ -148,17 +156,22 @@ static tb_status republish_all(tb__directory *d, const tb__store_deadline *deadl
         TB_TRY(tb__store_set(d->store, note->key, note->data, note->nbytes, TB__STORE_EPHEMERAL, NULL));
     }
     TB_TRY(tb__store_deadline_apply(deadline));
-    return tb__directory_refresh(d, true);
+    TB_TRY(tb__directory_refresh(d, true));
+    pthread_mutex_lock(&d->lock);
+    d->published = 0;
+    pthread_mutex_unlock(&d->lock);
+    return TB_OK;
 }
 
 /* By the active call. */
 static tb_status rejoin_store(tb__directory *d) {
     tb__store *store;
     tb__store_server *server = NULL;
-    TB_TRY(tb__store_try_open_or_serve(d->url, d->token, REACH_MS, &store, &server));
+    TB_TRY(tb__store_try_open_or_serve(d->url, d->token, &d->secret, REACH_MS, &store, &server));
     pthread_mutex_lock(&d->lock);
     tb__store *before = d->store;
     int32_t next_rank = tb__directory_view_next_rank(d->view);
+    next_rank = next_rank > d->claimed.next ? next_rank : d->claimed.next;
     d->store = store;
     if (server)
         d->server = server;
@@ -168,7 +181,8 @@ static tb_status rejoin_store(tb__directory *d) {
     tb__store_close(before);
     tb__store_deadline deadline = tb__directory_deadline(d->opts.timeout_ms);
     deadline.store = store;
-    TB_TRY(tb__ranks_reserve(&deadline, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
+    TB_TRY(tb__ranks_reserve(&deadline, &d->seats.item[0], d->claimed.first,
+                             next_rank > d->self.rank ? next_rank : d->self.rank + 1));
     TB_TRY(tb__directory_identify_store(d, &deadline));
     TB_TRY(tb__rank_reclaim(&deadline, d->holder, d->self.rank, d->self.incarnation));
     return republish_all(d, &deadline);
@@ -217,18 +231,54 @@ static bool rejoin_until_closed(tb__directory *d) {
     }
 }
 
+static const char *choose_prefix(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    bool is_new = d->must_follow && !d->is_following_all;
+    d->is_following_all = d->must_follow;
+    if (is_new)
+        pthread_cond_broadcast(&d->freed);
+    pthread_mutex_unlock(&d->lock);
+    return d->is_following_all ? TB__NOW : TB__HINTS;
+}
+
+/* Whether the view is as new as what the hint is about: the first ranks of both sides give the same one. */
+static bool is_known_hint(tb__directory *d, const tb__store_value *hint) {
+    if (d->is_following_all || hint->nbytes == 0 || strcmp(hint->data, TB__HINT_INCOMPLETE) == 0)
+        return false;
+    pthread_mutex_lock(&d->lock);
+    bool is_known = tb__directory_view_has_hint(d->view, hint);
+    pthread_mutex_unlock(&d->lock);
+    return is_known;
+}
+
 void *tb__directory_follow(void *directory) {
     tb__directory *d = directory;
     is_following = true;
-    uint64_t told = viewed_revision(d), revision = 0;
+    uint64_t revision = 0;
     bool has_warned = false;
+    int64_t looked_ms = 0;
     while (!is_closing(d)) {
-        tb_status status = tb__store_wait_change(d->store, TB__NOW, told, ROUND_MS, &revision);
-        if (status == TB_TIMEOUT)
+        /* A call of this process has refreshed the view. */
+        if (viewed_revision(d) > d->told) {
+            notify_changed(d);
             continue;
-        /* A call of this process may have refreshed the view already. */
-        if (status == TB_OK && viewed_revision(d) < revision)
+        }
+        /* Many changes come together, when a job starts: they are looked at together. */
+        int pause_ms = (int)(looked_ms + COALESCE_MS - tb__now_ms());
+        if (pause_ms > 0 && pause_ms <= COALESCE_MS && sleep_unless_closing(d, pause_ms))
+            break;
+        tb__store_value hint = {0};
+        tb_status status = tb__store_wait_value(d->store, choose_prefix(d), d->told, ROUND_MS, &revision, &hint);
+        bool is_known = status == TB_OK && is_known_hint(d, &hint);
+        tb__store_value_fini(&hint);
+        if (is_known)
+            d->told = revision;
+        if (is_known || status == TB_TIMEOUT)
+            continue;
+        if (status == TB_OK && viewed_revision(d) < revision) {
+            looked_ms = tb__now_ms();
             status = tb__directory_refresh(d, false);
+        }
         if (status == TB_LOST) {
             tb__directory_set_state(d, TB_LOST);
             if (is_closing(d))
@@ -245,7 +295,6 @@ void *tb__directory_follow(void *directory) {
             notify_changed(d);
         }
         if (status == TB_OK) {
-            told = viewed_revision(d);
             has_warned = false;
             continue;
         }

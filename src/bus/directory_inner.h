@@ -11,11 +11,6 @@
 
 #include <unistd.h>
 
-typedef struct tb__own_seat {
-    char group[TB__DIRECTORY_MAX_NAME + 1];
-    int32_t index, size;
-} tb__own_seat;
-
 typedef struct tb__own_note {
     char *key;
     void *data; /* NULL: its first write is not confirmed */
@@ -25,11 +20,15 @@ typedef struct tb__own_note {
 
 struct tb__directory {
     char *url, *token;
+    tb__store_secret secret; /* with which a new connection to the store takes over from a lost one */
     tb__directory_opts opts; /* without the token */
     char holder[600];        /* describes this process, with a random number that only it has */
     tb__seat_record self;    /* this process's part of every seat record */
+    tb__claimed_rank claimed;
+    tb__store_value lead; /* the record of its group's first rank, if it was compared with that; else no data */
     pid_t owner;
     pthread_t follower;
+    uint64_t told; /* the revision of the changes that `changed` was last called for; the following thread's */
 
     /* These belong to the active call (tb__directory_begin_call). Only the following thread replaces the store and the
      * server, as the active call and with the lock held; it may use them without. */
@@ -43,13 +42,17 @@ struct tb__directory {
     pthread_cond_t freed; /* no call is active, the state has changed, or the directory is closing */
     bool is_call_active;  /* one call at a time changes what this process publishes */
     bool is_closing;
-    bool is_silent;   /* the last request to the store had no answer in time */
-    pthread_t helper; /* deletes notes that could not be deleted when they were withdrawn */
+    bool must_follow; /* all changes under "now/" have to be followed, not only the hints */
+    bool is_following_all;
+    uint64_t published; /* the revision of the note that this process has written last; 0: none, or to another store */
+    bool is_silent;     /* the last request to the store had no answer in time */
+    pthread_t helper;   /* deletes notes that could not be deleted when they were withdrawn */
     bool has_helper;
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
     bool has_warned;       /* about the loss */
-    uint64_t store_number; /* hash of the random text under the key "mark", which every store has */
+    char mark[33];         /* the random text under the key "mark", which every store has */
+    uint64_t store_number; /* its hash */
     tb__directory_view *view;
 };
 
@@ -58,6 +61,8 @@ void tb__directory_set_state(tb__directory *d, tb_status state);
 
 /* Lists the store and replaces the view, unless that is newer. `is_other_store`: revisions can't be compared. */
 tb_status tb__directory_refresh(tb__directory *d, bool is_other_store);
+/* The same with what was listed. */
+tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entries, bool is_other_store);
 
 /* Sets store_number. By the active call. */
 tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadline *deadline);
@@ -73,6 +78,9 @@ tb_status tb__directory_end_call(tb__directory *d, tb_status status);
 bool tb__directory_should_retry(const tb__store_deadline *deadline, tb_status status);
 
 void tb__directory_set_silent(tb__directory *d);
+
+/* Whether all changes have to be followed, not only the hints. */
+bool tb__directory_must_follow(tb__directory *d);
 
 /* NULL: this process is not in the group. By the active call. */
 const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);

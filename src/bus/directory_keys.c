@@ -56,9 +56,9 @@ tb__key tb__key_of_rank(int32_t rank) {
     return tb__key_of_counter("ranks", rank);
 }
 
-tb__key tb__key_of_last(const char *group, int32_t index) {
+tb__key tb__key_of_block(const char *group, int32_t size) {
     tb__key key = {0};
-    append_index(append_escaped_name(append_text(key.text, "last/"), group), index);
+    append_index(append_escaped_name(append_text(key.text, "blocks/"), group), size);
     return key;
 }
 
@@ -78,6 +78,12 @@ tb__key tb__key_of_note(const char *topic, const char *group, int32_t index) {
     tb__key key = {0};
     append_index(append_escaped_name(append_escaped_name(append_text(key.text, TB__NOW "notes/"), topic), group),
                  index);
+    return key;
+}
+
+tb__key tb__key_of_hint(const char *pair, const char *group) {
+    tb__key key = {0};
+    append_index(append_escaped_name(append_escaped_name(append_text(key.text, TB__HINTS), pair), group), 0);
     return key;
 }
 
@@ -124,13 +130,12 @@ bool tb__key_split(const char *key, tb__key_parts *out) {
         return false;
     if ((out->is_note && !consume_name(&at, out->topic)) || !consume_name(&at, out->group))
         return false;
-    if (!tb__read_int(&at, &index) || index < 0 || index >= TB_MAX_RANKS)
+    /* Other spellings of a number are none: "07", " 7", "+7". */
+    const char *digits = at;
+    if (*at < '0' || *at > '9' || !tb__read_int(&at, &index) || *at || index >= TB_MAX_RANKS)
         return false;
     out->index = (int32_t)index;
-    /* Rejects other spellings of the index: "07", " 7". */
-    tb__key same =
-        out->is_note ? tb__key_of_note(out->topic, out->group, out->index) : tb__key_of_seat(out->group, out->index);
-    return strcmp(same.text, key) == 0;
+    return *digits != '0' || !digits[1];
 }
 
 void tb__seat_encode(const tb__seat_record *seat, tb__seat_bytes *out) {
@@ -147,6 +152,8 @@ static bool consume_number(const char **at, int64_t min, int64_t max, int64_t *o
 
 bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat_record *out) {
     int64_t size, rank, incarnation, pid, is_announced;
+    if (!value->data)
+        return false;
     const char *at = value->data, *end = at + value->nbytes;
     /* The numbers end at the NUL behind the value, if not before. */
     if (!consume_number(&at, 1, TB_MAX_RANKS, &size) || !consume_number(&at, TB_NO_RANK, TB_MAX_RANKS - 1, &rank) ||

@@ -1,12 +1,14 @@
 /* How the directory's facts look in the store: keys and what stands behind them. Pure functions.
  *
- *   next_rank                     the first bus rank that nobody has had
+ *   next_rank                     the first bus rank that belongs to no group
  *   incarnations/RANK             how often the rank has been taken
- *   last/GROUP/INDEX              the rank that this seat had last
+ *   blocks/GROUP/SIZE             the rank of the group's first seat; the others have those that follow
  *   decisions/QUESTION            what was decided; deleted when no rank can ask for it any more
  *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
  *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat_record
  *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are
+ *   now/pairs/PAIR/GROUP/0        ephemeral: changes when ranks that make the pair have to look at the notes; written
+ *                                 by the first rank of the group
  *
  * All that is followed lies under "now/". In names '~' is written "~0" and '/' "~1", as in JSON pointers. */
 #ifndef TB_BUS_DIRECTORY_KEYS_H
@@ -15,7 +17,10 @@
 #include "bus/directory.h"
 #include "bus/store/store.h"
 
-#define TB__NOW "now/"
+#define TB__NOW   "now/"
+#define TB__HINTS TB__NOW "pairs/"
+/* The hint while ranks are missing: it may stand for another state every time. */
+#define TB__HINT_INCOMPLETE "0000000000000000"
 
 enum { TB__MAX_HOST = 64 };
 
@@ -29,9 +34,10 @@ tb_status tb__name_check(const char *what, const char *name);
 /* Names must have been checked. */
 tb__key tb__key_of_counter(const char *name, int32_t rank);
 tb__key tb__key_of_rank(int32_t rank);
-tb__key tb__key_of_last(const char *group, int32_t index);
+tb__key tb__key_of_block(const char *group, int32_t size);
 tb__key tb__key_of_group(const char *group); /* the prefix of its seats */
 tb__key tb__key_of_seat(const char *group, int32_t index);
+tb__key tb__key_of_hint(const char *pair, const char *group);
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index);
 
 /* The question is used verbatim. */
@@ -67,7 +73,7 @@ typedef struct tb__seat_bytes {
 
 void tb__seat_encode(const tb__seat_record *seat, tb__seat_bytes *out);
 
-/* False if the value is malformed, or its group has no seat `index`. It must have come from the store. */
+/* False if there is no value, it is malformed, or its group has no seat `index`. It must have come from the store. */
 bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat_record *out);
 
 /* "process 1234 on host node3 (bus rank 2)" */

@@ -11,7 +11,16 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { RETRY_MS = 1000 };
+/* MAX_UNLISTED: longer notes are listed by who publishes them, to find out whether they are too long together. */
+enum { RETRY_MS = 1000, MAX_UNLISTED = 512 };
+
+/* To publish a note. */
+typedef struct note_request {
+    const char *topic, *group;
+    int32_t index;
+    const void *data;
+    size_t nbytes;
+} note_request;
 
 void tb__directory_free_notes(tb__directory *d) {
     for (size_t i = 0; i < d->notes.count; i++) {
@@ -132,10 +141,33 @@ static tb_status check_note(const tb__directory *d, const char *group, int32_t i
     return TB_OK;
 }
 
-static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline, const char *key, const void *data,
-                            size_t nbytes) {
+/* Whether the group's first rank has a note that tells that it follows all changes of the topic. */
+static tb_status look_at_lead(tb__directory *d, const tb__store_deadline *deadline, const note_request *request,
+                              bool *is_relied_on) {
+    tb__store_value value;
+    *is_relied_on = false;
+    if (!d->opts.is_lead || request->index == 0 || request->nbytes > MAX_UNLISTED || tb__directory_must_follow(d))
+        return TB_OK;
     TB_TRY(tb__store_deadline_apply(deadline));
-    TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
+    TB_TRY(tb__store_get(d->store, tb__key_of_note(request->topic, request->group, 0).text, &value));
+    tb__note note = {.group = request->group, .data = value.data, .nbytes = value.nbytes};
+    *is_relied_on = value.data && d->opts.is_lead(&note);
+    tb__store_value_fini(&value);
+    return TB_OK;
+}
+
+static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline, const char *key,
+                            const note_request *request) {
+    bool is_relied_on;
+    uint64_t revision;
+    TB_TRY(tb__store_deadline_apply(deadline));
+    TB_TRY(tb__store_set(d->store, key, request->data, request->nbytes, TB__STORE_EPHEMERAL, &revision));
+    pthread_mutex_lock(&d->lock);
+    d->published = revision;
+    pthread_mutex_unlock(&d->lock);
+    TB_TRY(look_at_lead(d, deadline, request, &is_relied_on));
+    if (is_relied_on)
+        return TB_OK;
     tb_status status = tb__directory_refresh_within(d, deadline);
     if (status != TB_TOO_BIG)
         return status;
@@ -146,10 +178,10 @@ static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline
     return tb__fail(TB_TOO_BIG, "%s", why.text);
 }
 
-static tb_status publish_note(tb__directory *d, const tb__store_deadline *deadline, const char *topic,
-                              const char *group, int32_t index, const void *data, size_t nbytes) {
-    tb__key key = tb__key_of_note(topic, group, index);
-    TB_TRY(check_note(d, group, index));
+static tb_status publish_note(tb__directory *d, const tb__store_deadline *deadline, const note_request *request) {
+    tb__key key = tb__key_of_note(request->topic, request->group, request->index);
+    const size_t nbytes = request->nbytes;
+    TB_TRY(check_note(d, request->group, request->index));
     void *copy = tb__malloc(nbytes + 1, 1);
     tb__own_note *note = copy ? find_own_note(d, key.text) : NULL;
     if (copy && !note)
@@ -159,8 +191,8 @@ static tb_status publish_note(tb__directory *d, const tb__store_deadline *deadli
         return TB_NO_MEMORY;
     }
     if (nbytes > 0)
-        memcpy(copy, data, nbytes);
-    tb_status status = write_note(d, deadline, key.text, data, nbytes);
+        memcpy(copy, request->data, nbytes);
+    tb_status status = write_note(d, deadline, key.text, request);
     pthread_mutex_lock(&d->lock);
     if (status == TB_OK) {
         void *before = note->data;
@@ -183,11 +215,11 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
     if (nbytes > TB__DIRECTORY_MAX_NOTE)
         return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
     tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
+    const note_request request = {topic, group, index, data, nbytes};
     tb_status status;
     do {
         TB_TRY(tb__directory_begin_call(directory, &deadline, true));
-        status =
-            tb__directory_end_call(directory, publish_note(directory, &deadline, topic, group, index, data, nbytes));
+        status = tb__directory_end_call(directory, publish_note(directory, &deadline, &request));
     } while (tb__directory_should_retry(&deadline, status));
     if (status != TB_OK)
         tb__directory_retry_withdrawals(directory);
@@ -242,6 +274,13 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
     if (status != TB_OK)
         tb__directory_retry_withdrawals(directory);
     return status;
+}
+
+bool tb__directory_is_current(tb__directory *directory) {
+    pthread_mutex_lock(&directory->lock);
+    bool is_current = tb__directory_view_revision(directory->view) >= directory->published;
+    pthread_mutex_unlock(&directory->lock);
+    return is_current;
 }
 
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {

@@ -24,11 +24,12 @@ struct tb__directory_view {
     tb__arena names;
     TB_VEC(seat_entry) seats; /* of members that have announced themselves; by group, then index */
     TB_VEC(note_entry) notes; /* by topic, group, index */
+    TB_VEC(const tb__store_value *) hints;
     const tb__seat_record **by_rank;
 };
 
 static int compare_group_index(const char *group_a, int32_t a, const char *group_b, int32_t b) {
-    int order = strcmp(group_a, group_b);
+    int order = group_a == group_b ? 0 : strcmp(group_a, group_b);
     return order ? order : (a > b) - (a < b);
 }
 
@@ -39,7 +40,7 @@ static int compare_seats(const void *a, const void *b) {
 
 static int compare_note_entries(const void *a, const void *b) {
     const note_entry *left = a, *right = b;
-    int order = strcmp(left->topic, right->topic);
+    int order = left->topic == right->topic ? 0 : strcmp(left->topic, right->topic);
     return order ? order
                  : compare_group_index(left->note.group, left->note.index, right->note.group, right->note.index);
 }
@@ -49,20 +50,30 @@ static int compare_seat_ranks(const void *a, const void *b) {
     return (left->rank > right->rank) - (left->rank < right->rank);
 }
 
+/* A copy of the name; entries are sorted, and it is mostly that of the one before. NULL: no memory. */
+static const char *keep_name(tb__directory_view *view, const char *name, const char *before) {
+    return before && strcmp(before, name) == 0 ? before : tb__arena_strdup(&view->names, name);
+}
+
 static tb_status add_note_entry(tb__directory_view *view, const tb__key_parts *key, const tb__store_value *value) {
-    const char *topic = tb__arena_strdup(&view->names, key->topic), *group = tb__arena_strdup(&view->names, key->group);
+    const note_entry *last = view->notes.count > 0 ? &view->notes.item[view->notes.count - 1] : NULL;
+    const char *topic = keep_name(view, key->topic, last ? last->topic : NULL);
+    const char *group = keep_name(view, key->group, last ? last->note.group : NULL);
     note_entry note = {topic, {.group = group, .index = key->index, .data = value->data, .nbytes = value->nbytes}};
     return topic && group && tb__vec_push(&view->notes, note) ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status add_seat_entry(tb__directory_view *view, const tb__key_parts *key, const tb__seat_record *seat) {
-    const char *group = tb__arena_strdup(&view->names, key->group);
+    const char *last = view->seats.count > 0 ? view->seats.item[view->seats.count - 1].group : NULL;
+    const char *group = keep_name(view, key->group, last);
     return group && tb__vec_push(&view->seats, (seat_entry){group, key->index, *seat}) ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry *entry, uint64_t warned) {
     tb__key_parts key;
     tb__seat_record seat;
+    if (strncmp(entry->key, TB__HINTS, strlen(TB__HINTS)) == 0)
+        return tb__vec_push(&view->hints, &entry->value) ? TB_OK : TB_NO_MEMORY;
     bool is_key = tb__key_split(entry->key, &key);
     if (is_key && key.is_note && entry->value.nbytes <= TB__DIRECTORY_MAX_NOTE)
         return add_note_entry(view, &key, &entry->value);
@@ -115,12 +126,22 @@ void tb__directory_view_destroy(tb__directory_view *view) {
     tb__arena_fini(&view->names);
     free(view->seats.item);
     free(view->notes.item);
+    free(view->hints.item);
     free(view->by_rank);
     free(view);
 }
 
 uint64_t tb__directory_view_revision(const tb__directory_view *view) {
     return view->entries.revision;
+}
+
+bool tb__directory_view_has_hint(const tb__directory_view *view, const tb__store_value *value) {
+    for (size_t i = 0; i < view->hints.count; i++) {
+        const tb__store_value *hint = view->hints.item[i];
+        if (hint->nbytes == value->nbytes && memcmp(hint->data, value->data, value->nbytes) == 0)
+            return true;
+    }
+    return false;
 }
 
 int32_t tb__directory_view_next_rank(const tb__directory_view *view) {

@@ -13,6 +13,9 @@ void tb__directory_view_destroy(tb__directory_view *view);
 
 uint64_t tb__directory_view_revision(const tb__directory_view *view);
 
+/* Whether a hint had this value. */
+bool tb__directory_view_has_hint(const tb__directory_view *view, const tb__store_value *value);
+
 int32_t tb__directory_view_next_rank(const tb__directory_view *view); /* one more than the highest rank */
 
 /* As in directory.h. */

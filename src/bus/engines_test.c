@@ -62,7 +62,7 @@ static void hear(const process *p, const char *what, int position) {
     char key[64];
     tb__store_value got;
     name_key(key, sizeof key, what, position);
-    must(p, tb__store_wait(p->store, key, PATIENCE_MS, &got));
+    must(p, await_key(p->store, key, PATIENCE_MS, &got));
     tb__store_value_fini(&got);
 }
 
@@ -248,7 +248,7 @@ static void hear_of(tb__store *store, const char *what, int position) {
     char key[64];
     tb__store_value got = {0};
     name_key(key, sizeof key, what, position);
-    assert_ok(tb__store_wait(store, key, PATIENCE_MS, &got));
+    assert_ok(await_key(store, key, PATIENCE_MS, &got));
     tb__store_value_fini(&got);
 }
 

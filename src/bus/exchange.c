@@ -1,6 +1,5 @@
-/* The ranks of a pair agree on a batch. When all manifests are confirmed, the ranks send each other their tensor lists,
- * so that each rank gets each list once. A rank that has all lists merges them and makes the flows; messages go to
- * these from then on. */
+/* The ranks of a pair agree on a batch. A rank that has all manifests and tensor lists merges the lists and makes the
+ * flows; messages go to these from then on. */
 #include "bus/exchange.h"
 
 #include "base/descriptors.h"
@@ -56,7 +55,7 @@ void tb__exchange_on_rank_lost(tb__exchange *exchange) {
 static void on_peer_broken(tb__handshake *handshake, size_t at, tb_status status, const char *why) {
     tb__exchange *exchange = (tb__exchange *)handshake;
     if (status != TB_LOST || !exchange->has_agreed) {
-        tb__exchange_break(exchange, tb__fail(status, "%s", why), false);
+        tb__exchange_break(exchange, tb__fail(status, "%s", why), tb__handshake_is_lead(handshake));
         return;
     }
     for (int i = 0; i < 2; i++) {
@@ -84,33 +83,57 @@ static tb_status init_handshake(tb__exchange *exchange) {
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
     size_t n = (size_t)sides[0].size + (size_t)sides[1].size;
     tb__peer **peers = tb__malloc(n, sizeof *peers);
+    int *side_of = tb__malloc(n, sizeof *side_of);
     exchange->goodbyes = tb__calloc(n, sizeof *exchange->goodbyes);
     exchange->staging = tb__calloc(n, sizeof *exchange->staging);
     format_key(exchange->batch, exchange->pair, key, sizeof key);
-    for (size_t i = 0; peers && i < n; i++)
-        peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
-    tb_status status =
-        tb__handshake_init(&exchange->handshake, exchange->world, key, exchange->what, peers, peers ? n : 0);
+    bool has_room = peers && side_of && exchange->goodbyes && exchange->staging;
+    for (size_t i = 0; has_room && i < n; i++) {
+        side_of[i] = i >= (size_t)sides[0].size;
+        peers[i] = sides[side_of[i]].peers[side_of[i] ? i - (size_t)sides[0].size : i];
+    }
+    tb_status status = tb__handshake_init(&exchange->handshake, exchange->world, key, exchange->what, peers, side_of,
+                                          has_room ? n : 0);
     free(peers);
-    return peers && exchange->goodbyes && exchange->staging ? status : TB_NO_MEMORY;
+    free(side_of);
+    return has_room ? status : TB_NO_MEMORY;
+}
+
+/* By peer: its seat on each side, or -1. */
+static tb_status number_seats(tb__exchange *exchange, int side) {
+    tb__exchange_side *s = &exchange->sides[side];
+    s->compared = -1;
+    s->seat_of = tb__malloc(exchange->handshake.npeers, sizeof *s->seat_of);
+    if (!s->seat_of)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < exchange->handshake.npeers; i++)
+        s->seat_of[i] = -1;
+    for (int32_t seat = 0; seat < exchange->pair->sides[side].size; seat++)
+        s->seat_of[tb__handshake_find(&exchange->handshake, exchange->pair->sides[side].peers[seat])] = seat;
+    return TB_OK;
 }
 
 /* Machines are numbered in the order of their first ranks: the same on every rank. */
 static tb_status number_hosts(tb__exchange *exchange) {
-    int32_t most = exchange->handshake.peers[exchange->handshake.npeers - 1]->rank, count = 0;
-    exchange->nhosts = (size_t)most + 1;
+    const tb__handshake *h = &exchange->handshake;
+    tb__index by_host = {0};
+    int32_t count = 0;
+    exchange->nhosts = (size_t)h->peers[h->npeers - 1]->rank + 1;
     exchange->hosts = tb__calloc(exchange->nhosts, sizeof *exchange->hosts);
-    if (!exchange->hosts)
-        return TB_NO_MEMORY;
-    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
-        int32_t number = count;
-        for (size_t j = 0; j < i && number == count; j++) {
-            if (strcmp(exchange->handshake.peers[i]->host, exchange->handshake.peers[j]->host) == 0)
-                number = exchange->hosts[exchange->handshake.peers[j]->rank];
-        }
-        exchange->hosts[exchange->handshake.peers[i]->rank] = number;
-        count += number == count;
+    bool has_room = exchange->hosts != NULL;
+    for (size_t i = 0; i < h->npeers && has_room; i++) {
+        uint64_t hash = tb__hash_string(0, h->peers[i]->host);
+        size_t probe = 0, j;
+        while ((j = tb__index_next(&by_host, hash, &probe)) != TB__NOWHERE &&
+               strcmp(h->peers[j]->host, h->peers[i]->host) != 0)
+            ;
+        if (j == TB__NOWHERE)
+            has_room = tb__index_add(&by_host, hash, i);
+        exchange->hosts[h->peers[i]->rank] = j == TB__NOWHERE ? count++ : exchange->hosts[h->peers[j]->rank];
     }
+    tb__index_fini(&by_host);
+    if (!has_room)
+        return TB_NO_MEMORY;
     if (count == 1) {
         free(exchange->hosts);
         exchange->hosts = NULL;
@@ -174,7 +197,7 @@ static tb_status collect_own_tensors(tb__exchange *exchange, int side) {
 }
 
 static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *message);
-static tb_status send_exchange_manifest(tb__handshake *handshake, size_t to);
+static void pack_exchange_manifest(tb__handshake *handshake, tb__pack *pack);
 static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u);
 static void on_manifest_confirmed(tb__handshake *handshake, size_t at);
 
@@ -201,12 +224,16 @@ static tb_status init_exchange(tb__exchange *exchange) {
         tb__exchange_side *s = &exchange->sides[side];
         size_t size = (size_t)exchange->pair->sides[side].size;
         TB_TRY(collect_own_tensors(exchange, side));
+        TB_TRY(number_seats(exchange, side));
         s->hashes = tb__calloc(size, sizeof *s->hashes);
         s->bucket_size = tb__calloc(size, sizeof *s->bucket_size);
         s->has_come = tb__calloc(size, sizeof *s->has_come);
-        if (!s->hashes || !s->bucket_size || !s->has_come)
+        s->engines = tb__calloc(size, sizeof *s->engines);
+        if (!s->hashes || !s->bucket_size || !s->has_come || !s->engines)
             return TB_NO_MEMORY;
     }
+    for (int src = 0; src < 2; src++)
+        TB_TRY(tb__engine_add_part(exchange, src));
     return TB_OK;
 }
 
@@ -227,7 +254,7 @@ tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out
     snprintf(exchange->what, sizeof exchange->what, "batch '%s'", batch->name);
     exchange->handshake.port.message = on_exchange_message;
     exchange->handshake.port.lost = on_exchange_peer_lost;
-    exchange->handshake.send_manifest = send_exchange_manifest;
+    exchange->handshake.pack_manifest = pack_exchange_manifest;
     exchange->handshake.on_manifest = on_exchange_manifest;
     exchange->handshake.on_confirmed = on_manifest_confirmed;
     exchange->handshake.on_broken = on_peer_broken;
@@ -246,18 +273,22 @@ static void exchange_side_fini(tb__exchange_side *s) {
         tb__tensor_list_fini(&s->lists.item[i]);
     free(s->lists.item);
     tb__index_fini(&s->by_hash);
+    tb__index_fini(&s->wanted);
+    free(s->seat_of);
     free(s->own.item);
     free(s->tensors.item);
     free(s->hashes);
     free(s->bucket_size);
     free(s->has_come);
+    free(s->engines);
 }
 
 void tb__exchange_destroy(tb__exchange *exchange) {
     tb__exchange_leave(exchange);
+    for (int src = 0; src < 2; src++)
+        tb__engine_remove_part(&exchange->receives[src]);
     for (int side = 0; side < 2; side++) {
         bool is_done = tb__flow_destroy(exchange->flows[side]);
-        tb__commit_fini(&exchange->commits[side]);
         if (is_done) { /* else a device may still use them */
             tb__exchange_free_shadows(&exchange->shadows[side]);
             tb__convert_destroy(exchange->converts[side]);
@@ -283,11 +314,9 @@ void tb__exchange_destroy(tb__exchange *exchange) {
 /* ---- Agreement -------------------------------------------------------------------------------------------------- */
 
 static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *message) {
-    uint32_t to = tb__unpack_u32(message), commit = to - TB__EXCHANGE_COMMIT;
+    uint32_t to = tb__unpack_u32(message);
     tb__set_detail("truncated or malformed");
-    bool is_valid = to <= 1 ? !message->failed && tb__flow_message(exchange->flows[to], peer, message)
-                            : commit <= 1 && tb__commit_message(&exchange->commits[commit], peer, message);
-    if (!is_valid)
+    if (to > 1 || message->failed || !tb__flow_message(exchange->flows[to], peer, message))
         tb__exchange_break(exchange,
                            tb__fail_within(TB_INVALID, "%s sent an invalid message about %s",
                                            exchange->handshake.peers[peer]->label, exchange->what),
@@ -308,7 +337,7 @@ static tb_status check_all_seats_added(const tb__exchange *exchange) {
 }
 
 /* A rank whose list has not arrived; NULL: there is none. */
-static const tb__peer *find_missing(const tb__exchange *exchange) {
+const tb__peer *tb__exchange_find_missing(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
             if (!tb__exchange_list(&exchange->sides[side], exchange->sides[side].hashes[i]))
@@ -324,31 +353,40 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
     char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
     tb__pair_find_refusal(exchange->pair, refusal, sizeof refusal);
     snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
-    size_t late = handshake->npeers; /* a peer that has not registered, or else one that has not confirmed */
-    for (size_t i = 0; i < handshake->npeers; i++) {
-        if (!handshake->is_confirmed[i] &&
-            (late == handshake->npeers || (handshake->ports[late] && !handshake->ports[i])))
-            late = i;
-    }
-    if (late < handshake->npeers) {
+    size_t nhave, late = tb__handshake_find_missing(handshake, &nhave);
+    if (late != TB__NOWHERE) {
         const char *label = handshake->peers[late]->label;
-        if (handshake->ports[late])
-            return tb__fail(TB_TIMEOUT, "%s has registered %s of pair '%s', but has not confirmed our registration%s",
-                            label, what, pair, cause);
         if (*shortage)
             return tb__fail(TB_TIMEOUT, "the registration by %s of %s of pair '%s' has not arrived%s", label, what,
                             pair, cause);
         return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s", label, what,
-                        pair, handshake->npeers - handshake->nunconfirmed, handshake->npeers, cause);
+                        pair, nhave, handshake->npeers, cause);
     }
-    const tb__peer *missing = find_missing(exchange);
+    const tb__peer *missing = tb__exchange_find_missing(exchange);
     return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",
                     missing ? missing->label : "nobody", what, pair, shortage);
 }
 
+/* This rank receives for the side's engine, or sends to it: then its sends count on from what the engine has taken. */
+static void join_engines(tb__exchange *exchange, int side) {
+    const tb__exchange_side *s = &exchange->sides[side];
+    uint64_t *nsends = &exchange->batch->nsends;
+    for (int32_t seat = 0; exchange->sides[!side].is_here && seat < exchange->pair->sides[side].size; seat++)
+        *nsends = s->engines[seat].taken > *nsends ? s->engines[seat].taken : *nsends;
+    if (exchange->receives[!side].engine)
+        tb__engine_on_agreed(&exchange->receives[!side], s->engines);
+}
+
 /* When all peers are confirmed and all lists are here: merges them and makes the flows. */
 static void try_agree(tb__exchange *exchange) {
-    if (exchange->state != EXCHANGE_WAITING || exchange->handshake.nunconfirmed > 0 || find_missing(exchange))
+    if (exchange->state != EXCHANGE_WAITING || exchange->handshake.nunconfirmed > 0)
+        return;
+    tb_status sent = tb__exchange_send_lists(exchange);
+    if (sent != TB_OK) {
+        tb__exchange_break(exchange, sent, true);
+        return;
+    }
+    if (tb__exchange_find_missing(exchange))
         return;
     for (size_t i = 0; i < exchange->handshake.npeers; i++)
         exchange->staging_bytes = tb__min64(exchange->staging_bytes, exchange->staging[i]);
@@ -365,6 +403,8 @@ static void try_agree(tb__exchange *exchange) {
     }
     exchange->state = EXCHANGE_AGREED;
     exchange->has_agreed = true;
+    for (int side = 0; side < 2; side++)
+        join_engines(exchange, side);
     for (size_t i = 0; i < exchange->backlog.count; i++) {
         struct tb__backlog *b = &exchange->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};
@@ -409,8 +449,13 @@ static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *mess
     if (at == TB__NOWHERE || (exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed))
         return;
     tb__unpack list = *message;
-    if (tb__unpack_u32(&list) == TB__EXCHANGE_LIST) {
+    uint32_t kind = tb__unpack_u32(&list);
+    if (kind == TB__EXCHANGE_LIST) {
         on_tensor_list(exchange, at, &list);
+        return;
+    }
+    if (kind == TB__EXCHANGE_WANT) {
+        tb__exchange_on_want(exchange, at, &list);
         return;
     }
     if (exchange->has_agreed) {
@@ -435,96 +480,45 @@ static uint64_t hash_layouts(const tb_pair *pair) {
     return tb__tensor_list_hash(hash, sizeof hash);
 }
 
-static tb_status send_exchange_manifest(tb__handshake *handshake, size_t to) {
-    tb__exchange *exchange = (tb__exchange *)handshake;
-    tb__pack pack = {0};
-    tb__pack_u64(&pack, hash_layouts(exchange->pair));
-    tb__pack_i64(&pack, exchange->batch->opts.staging_bytes);
-    tb__pack_u32(&pack, (uint32_t)exchange->sides[0].is_here + (uint32_t)exchange->sides[1].is_here);
+static void pack_exchange_manifest(tb__handshake *handshake, tb__pack *pack) {
+    const tb__exchange *exchange = (const tb__exchange *)handshake;
+    tb__pack_u64(pack, hash_layouts(exchange->pair));
+    tb__pack_i64(pack, exchange->batch->opts.staging_bytes);
+    tb__pack_u32(pack, (uint32_t)exchange->sides[0].is_here + (uint32_t)exchange->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
         const tb__exchange_side *s = &exchange->sides[side];
         if (!s->is_here)
             continue;
-        tb__pack_u32(&pack, (uint32_t)side);
-        tb__pack_u32(&pack, (uint32_t)s->index);
-        tb__pack_u64(&pack, s->hash);
-        tb__pack_i64(&pack, exchange->batch->opts.bucket_size);
+        tb__pack_u32(pack, (uint32_t)side);
+        tb__pack_u32(pack, (uint32_t)s->index);
+        tb__pack_u64(pack, s->hash);
+        tb__pack_i64(pack, exchange->batch->opts.bucket_size);
+        tb__engine_pack_manifest(exchange->receives[!side].engine, pack);
     }
-    return tb__handshake_send_manifest(handshake, to, &pack);
-}
-
-static tb_status send_tensor_list(tb__exchange *exchange, int side, size_t to) {
-    const tb__tensor_list *list = tb__exchange_list(&exchange->sides[side], exchange->sides[side].hash);
-    tb__pack pack = {0};
-    tb__pack_u32(&pack, TB__EXCHANGE_LIST);
-    tb__pack_u32(&pack, (uint32_t)side);
-    tb__pack_u64(&pack, list->hash);
-    tb__pack_bytes(&pack, list->data, list->nbytes);
-    return tb__loop_send(exchange->handshake.peers[to], exchange->handshake.ports[to], &pack);
-}
-
-/* Seats with the same list share the work: the peer at position p gets it from the p-th of them, modulo their number.
- */
-static tb_status send_own_list(tb__exchange *exchange, int side) {
-    const tb__exchange_side *s = &exchange->sides[side];
-    const tb__pair_side *seats = &exchange->pair->sides[side];
-    size_t nalike = 1, before = 0; /* this seat */
-    bool *has = tb__calloc(exchange->handshake.npeers, sizeof *has);
-    if (!has)
-        return TB_NO_MEMORY;
-    for (int32_t seat = 0; seat < seats->size; seat++) {
-        if (s->hashes[seat] != s->hash)
-            continue;
-        before += seat < s->index;
-        nalike += seat != s->index;
-        has[tb__handshake_find(&exchange->handshake, seats->peers[seat])] = true;
-    }
-    tb_status status = TB_OK;
-    for (size_t to = 0; to < exchange->handshake.npeers && status == TB_OK; to++) {
-        if (!has[to] && to % nalike == before)
-            status = send_tensor_list(exchange, side, to);
-    }
-    free(has);
-    return status;
-}
-
-/* Before this rank agrees, so that the others have its lists even if it leaves at once. */
-static tb_status send_own_lists(tb__exchange *exchange) {
-    for (int side = 0; side < 2; side++) {
-        if (exchange->sides[side].is_here)
-            TB_TRY(send_own_list(exchange, side));
-    }
-    return TB_OK;
 }
 
 static const char *seat_name(const tb__exchange *exchange, int side, int32_t seat) {
     return exchange->pair->sides[side].peers[seat]->label;
 }
 
-/* Whether the seat's manifest has arrived, and its rank is confirmed. */
-static bool is_seat_confirmed(const tb__exchange *exchange, int side, int32_t seat) {
-    return exchange->sides[side].has_come[seat] &&
-           exchange->handshake
-               .is_confirmed[tb__handshake_find(&exchange->handshake, exchange->pair->sides[side].peers[seat])];
-}
-
-static tb_status check_bucket_sizes(const tb__exchange *exchange, int side, int32_t seat) {
-    const tb__exchange_side *s = &exchange->sides[side];
-    for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
-        if (i == seat || !is_seat_confirmed(exchange, side, i))
-            continue;
-        if (s->bucket_size[i] != s->bucket_size[seat])
-            return tb__fail(TB_CONFLICT, "%s and %s have different bucket sizes for %s: %" PRId64 " and %" PRId64,
-                            seat_name(exchange, side, i), seat_name(exchange, side, seat), exchange->what,
-                            s->bucket_size[i], s->bucket_size[seat]);
-    }
-    return TB_OK;
+/* All seats of a side are compared with the first one that was confirmed. */
+static tb_status check_bucket_size(tb__exchange *exchange, int side, int32_t seat) {
+    tb__exchange_side *s = &exchange->sides[side];
+    if (s->compared < 0 || !s->has_come[s->compared])
+        s->compared = seat;
+    if (s->bucket_size[s->compared] == s->bucket_size[seat])
+        return TB_OK;
+    int32_t a = s->compared < seat ? s->compared : seat, b = s->compared < seat ? seat : s->compared;
+    return tb__fail(TB_CONFLICT, "%s and %s have different bucket sizes for %s: %" PRId64 " and %" PRId64,
+                    seat_name(exchange, side, a), seat_name(exchange, side, b), exchange->what, s->bucket_size[a],
+                    s->bucket_size[b]);
 }
 
 static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from, tb__unpack *u) {
     uint32_t side = tb__unpack_u32(u), seat = tb__unpack_u32(u);
     uint64_t hash = tb__unpack_u64(u);
     int64_t bucket_size = tb__unpack_i64(u);
+    tb__engine_manifest engine = tb__engine_unpack_manifest(u);
     if (u->failed || side > 1 || seat >= (uint32_t)exchange->pair->sides[side].size ||
         exchange->pair->sides[side].peers[seat] != from || bucket_size < 1)
         return tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %sside %u, seat %u, bucket size %" PRId64,
@@ -534,6 +528,7 @@ static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from
     s->has_come[seat] = true;
     s->hashes[seat] = hash;
     s->bucket_size[seat] = bucket_size;
+    s->engines[seat] = engine;
     return TB_OK;
 }
 
@@ -557,21 +552,16 @@ static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack
         tb__exchange_break(exchange, status, true);
 }
 
-/* The peer has confirmed our manifest. */
 static void on_manifest_confirmed(tb__handshake *handshake, size_t at) {
     tb__exchange *exchange = (tb__exchange *)handshake;
     tb_status status = TB_OK;
-    for (int side = 0; side < 2; side++) {
-        for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
-            if (exchange->pair->sides[side].peers[seat] == handshake->peers[at] &&
-                is_seat_confirmed(exchange, side, seat))
-                status = check_bucket_sizes(exchange, side, seat);
-        }
+    for (int side = 0; side < 2 && status == TB_OK; side++) {
+        int32_t seat = exchange->sides[side].seat_of[at];
+        if (seat >= 0 && exchange->sides[side].has_come[seat])
+            status = check_bucket_size(exchange, side, seat);
     }
     if (status == TB_OK && handshake->nunconfirmed == 0)
         status = check_all_seats_added(exchange);
-    if (status == TB_OK && handshake->nunconfirmed == 0)
-        status = send_own_lists(exchange);
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
     else

@@ -1,6 +1,6 @@
-/* An exchange of tensor lists among all ranks of a pair, for one batch. Each rank sends all others a manifest with the
- * hash of its *tensor list*: the tensors that it has added for its side. Of the ranks that have the same list, one
- * sends it to a given peer. From all lists every rank computes what each side has, which tensors of the two sides
+/* An exchange of tensor lists among all ranks of a pair, for one batch. The manifest of each rank has the hash of its
+ * *tensor list*: the tensors that it has added for its side. The leads collect the lists, each once, and send them on
+ * (exchange_lists.c). From all lists every rank computes what each side has, which tensors of the two sides
  * match, and a flow for each direction.
  *
  * All functions need the loop's lock. */
@@ -8,8 +8,7 @@
 #define TB_BUS_EXCHANGE_H
 
 #include "base/index.h"
-#include "bus/commit.h"
-#include "bus/world.h"
+#include "bus/engine.h"
 #include "reshard/convert.h"
 
 /* What a rank tells all others about a tensor. The strings belong to the list. */
@@ -21,7 +20,7 @@ typedef struct tb__tensor_description {
     uint32_t group;
     const char *encode, *scale_group; /* NULL: none */
     tb__encoding encoding;            /* what `encode` says */
-    bool is_transformed;
+    bool is_transformed, is_whole;
 } tb__tensor_description;
 
 /* The tensors that a rank has added for a side. Ranks with equal lists share one. */
@@ -58,6 +57,11 @@ typedef struct tb__exchange_side {
     uint64_t *hashes;                     /* by seat */
     int64_t *bucket_size;                 /* by seat */
     bool *has_come;                       /* by seat */
+    int32_t *seat_of;                     /* by peer: its seat, or -1 */
+    int32_t compared;                     /* the seat that others' bucket sizes are compared with; -1: none */
+    tb__index wanted;                     /* hashes of lists that a lead has asked for */
+    bool are_lists_sent;                  /* by this lead, to the other one */
+    tb__engine_manifest *engines;         /* by seat */
     TB_VEC(tb__tensor_list) lists;        /* each once */
     tb__index by_hash;                    /* of the lists */
     TB_VEC(tb__side_tensor) tensors;      /* by name; once all lists are there */
@@ -109,7 +113,7 @@ struct tb__exchange {
     layouts; /* each once */
     tb__index by_text;
     tb__flow *flows[2];                           /* by sending side */
-    tb__commit_machine commits[2];                /* likewise */
+    tb__engine_part receives[2];                  /* likewise */
     tb__encoded_shadows shadows[2];               /* likewise */
     tb__convert *converts[2];                     /* of the flows; NULL: nothing is converted */
     TB_VEC(const tb__added_tensor *) received[2]; /* by sending side: what this process has of the tensors received */
@@ -124,7 +128,7 @@ struct tb__exchange {
 /* Messages to the exchange's port begin with the direction of the flow they are for, or with one of these. */
 enum {
     TB__EXCHANGE_LIST = 2,
-    TB__EXCHANGE_COMMIT = 3, /* plus the direction of the tb__commit_machine they are for */
+    TB__EXCHANGE_WANT = 16, /* a lead asks for the list of a side */
 };
 
 tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out);
@@ -154,6 +158,14 @@ void tb__exchange_free_goodbyes(tb__exchange *exchange);
 tb_status tb__exchange_fail_waiting(const tb__exchange *exchange);
 
 const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t hash); /* NULL: it has not arrived */
+
+/* A rank whose list has not arrived; NULL: there is none. */
+const tb__peer *tb__exchange_find_missing(const tb__exchange *exchange);
+
+/* exchange_lists.c. At a lead that has all manifests: asks its members for lists that it lacks, sends those of its
+ * members to the other lead, and when it has all, all to its members, after the manifests. */
+tb_status tb__exchange_send_lists(tb__exchange *exchange);
+void tb__exchange_on_want(tb__exchange *exchange, size_t from, tb__unpack *message);
 
 /* Merges the lists of all seats of a side. Every rank fails alike. */
 tb_status tb__exchange_merge(tb__exchange *exchange, int side);

@@ -4,7 +4,9 @@
 #include "base/text.h"
 #include "layout/overlap.h"
 #include "reshard/names.h"
+#include "reshard/pattern.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -15,6 +17,7 @@ typedef struct matching {
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
     const char **names[2]; /* by side */
+    tb__arena arena;
 } matching;
 
 static int compare_ties(const void *a, const void *b) {
@@ -33,6 +36,65 @@ static tb_status collect_list(matching *m, const tb__tensor_list *list) {
             return TB_NO_MEMORY;
     }
     return TB_OK;
+}
+
+static tb_status add_seat_ties(matching *m, const tb_tie *tie, int32_t nseats) {
+    for (int32_t seat = 0; seat < nseats; seat++) {
+        const char *from[] = {tie->name, tie->canonical};
+        char *to[2];
+        for (int i = 0; i < 2; i++) {
+            size_t room = strlen(from[i]) + 16;
+            if (!(to[i] = tb__arena_alloc(&m->arena, room, 1)))
+                return TB_NO_MEMORY;
+            snprintf(to[i], room, "%s@%" PRId32, from[i], seat);
+        }
+        if (!tb__vec_push(&m->ties, ((tb_tie){to[0], to[1]})))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* Whether one of the patterns is for the tensor of this name without its seat. */
+static tb_status is_seat_ignored(const matching *m, const char *name, bool *out) {
+    char *bare = tb__strdup(name), *seat = bare ? strrchr(bare, '@') : NULL;
+    tb_status status = bare ? TB_OK : TB_NO_MEMORY;
+    *out = false;
+    if (seat)
+        *seat = '\0';
+    for (size_t i = 0; i < m->ignored.count && status == TB_OK && !*out; i++) {
+        tb__pattern pattern;
+        tb__capture unused[TB__CAPTURES];
+        status = tb__pattern_init(&pattern, m->ignored.item[i]);
+        if (status != TB_OK)
+            break;
+        *out = tb__pattern_match(&pattern, bare, unused);
+        tb__pattern_fini(&pattern);
+    }
+    free(bare);
+    return status;
+}
+
+/* Of a pair without layouts: ties and patterns are those of each seat's tensors. */
+static tb_status match_seats(matching *m, const tb__exchange *exchange) {
+    TB_VEC(const char *) ignored = {0};
+    size_t nties = m->ties.count;
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < nties && status == TB_OK; i++) {
+        tb_tie tie = m->ties.item[i];
+        status = add_seat_ties(m, &tie, exchange->pair->sides[0].size);
+    }
+    for (int side = 0; side < 2 && m->ignored.count > 0; side++) {
+        for (size_t i = 0; i < exchange->sides[side].tensors.count && status == TB_OK; i++) {
+            bool is_ignored;
+            status = is_seat_ignored(m, m->names[side][i], &is_ignored);
+            if (status == TB_OK && is_ignored && !tb__vec_push(&ignored, m->names[side][i]))
+                status = TB_NO_MEMORY;
+        }
+    }
+    for (size_t i = 0; i < ignored.count && status == TB_OK; i++)
+        status = tb__vec_push(&m->ignored, ignored.item[i]) ? TB_OK : TB_NO_MEMORY;
+    free(ignored.item);
+    return status;
 }
 
 /* Lists that no seat names any more are left out: they came from a rank that has left. */
@@ -56,6 +118,8 @@ static tb_status matching_init(matching *m, const tb__exchange *exchange) {
         for (size_t i = 0; i < s->tensors.count; i++)
             m->names[side][i] = s->tensors.item[i].desc->name;
     }
+    if (!tb__pair_has_layout(exchange->pair->sides[0].layout))
+        TB_TRY(match_seats(m, exchange));
     tb__vec_sort_unique(&m->ties, compare_ties);
     tb__vec_sort_unique(&m->ignored, tb__compare_strings);
     return TB_OK;
@@ -66,6 +130,7 @@ static void matching_fini(matching *m) {
     free(m->ignored.item);
     free(m->names[0]);
     free(m->names[1]);
+    tb__arena_fini(&m->arena);
 }
 
 static tb_status check_shapes(const tb__exchange *exchange, int src, const tb__tensor_description *from,
@@ -151,19 +216,17 @@ static const tb__encoded *encoded_of(const tb__side_tensor *held) {
 }
 
 /* The conversion of a tensor between the two sides. */
-static tb_status get_conversion(const tb__exchange *exchange, const tb__side_tensor *from, const tb__side_tensor *to,
-                                tb__convert_how *out) {
-    *out = (tb__convert_how){.src_encoding = from->desc->encode ? &from->desc->encoding : NULL,
+static tb__convert_how get_conversion(const tb__exchange *exchange, const tb__side_tensor *from,
+                                      const tb__side_tensor *to) {
+    return (tb__convert_how){.src_encoding = from->desc->encode ? &from->desc->encoding : NULL,
                              .dst_encoding = to->desc->encode ? &to->desc->encoding : NULL,
                              .src = encoded_of(from),
                              .dst = encoded_of(to),
                              .scale_group = to->desc->scale_group,
-                             .is_transformed = to->desc->is_transformed,
-                             .transform = to->desc->is_transformed ? exchange->batch->opts.transform : NULL};
-    if (from->desc->is_transformed == to->desc->is_transformed)
-        return TB_OK;
-    return tb__fail(TB_CONFLICT, "%s: one group transforms tensor '%.100s', the other does not", exchange->what,
-                    to->desc->name);
+                             .is_sent_transformed = from->desc->is_transformed,
+                             .is_received_transformed = to->desc->is_transformed,
+                             .is_whole = from->desc->is_whole || to->desc->is_whole,
+                             .transform = exchange->batch->opts.transform};
 }
 
 static bool are_mirrors(const tb__exchange *exchange, int src) {
@@ -198,8 +261,9 @@ static tb_status create_exchange_flow(tb__exchange *exchange, int src, tb__flow_
                           .staged = o->staged,
                           .checksum = exchange->checksum,
                           .snapshot = o->snapshot,
-                          .targets_are_mirrors = are_mirrors(exchange, src)};
-    TB_TRY(tb__commit_init(&exchange->commits[src], exchange, src, &opts.shadow));
+                          .targets_are_mirrors = are_mirrors(exchange, src),
+                          .mark = exchange->batch->mark};
+    tb__commit_own_flow(&exchange->receives[src], &opts.shadow);
     TB_TRY(tb__convert_create(&opts, tensors, how, &exchange->converts[src]));
     return tb__flow_create(&opts, &exchange->flows[src]);
 }
@@ -214,8 +278,7 @@ static tb_status make_exchange_flow(tb__exchange *exchange, int src, const match
         const tb__side_tensor *from = &exchange->sides[src].tensors.item[pairs.source[i]];
         const tb__side_tensor *to = &exchange->sides[!src].tensors.item[pairs.target[i]];
         status = make_tensor(from, to, i, &tensors[i]);
-        if (status == TB_OK)
-            status = get_conversion(exchange, from, to, &how[i]);
+        how[i] = get_conversion(exchange, from, to);
         if (status == TB_OK && how[i].dst && exchange->sides[!src].commit == TB_SHADOW) {
             tensors[i].has_own_shadow = true;
             status = tb__exchange_shadow(exchange, src, how[i].dst, &how[i].dst);

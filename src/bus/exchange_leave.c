@@ -45,10 +45,11 @@ void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
 static void forget_manifest(tb__exchange *exchange, size_t at) {
     tb__handshake_forget(&exchange->handshake, at);
     for (int side = 0; side < 2; side++) {
-        for (int32_t seat = 0; seat < exchange->pair->sides[side].size; seat++) {
-            if (exchange->pair->sides[side].peers[seat] == exchange->handshake.peers[at])
-                exchange->sides[side].has_come[seat] = false;
-        }
+        tb__exchange_side *s = &exchange->sides[side];
+        if (s->seat_of[at] >= 0)
+            s->has_come[s->seat_of[at]] = false;
+        tb__index_clear(&s->wanted); /* it may have been asked for one */
+        s->are_lists_sent = false;
     }
 }
 

@@ -32,7 +32,8 @@ typedef struct config {
     bool is_windowed; /* receivers take the second tensor when they are told */
     bool is_late;     /* all but the first of each side begin when they are told; those who leave have done so */
     bool is_late_receiver; /* likewise, but senders do not wait */
-    bool at_release;       /* they leave when their tensors are released */
+    bool at_release; /* they leave when their tensors are released, in the second transfer: by the first, all ranks
+                        are connected */
     bool is_killed;
     leaver leaver;
 } config;
@@ -305,6 +306,12 @@ static void next_is_lost(const member *m) {
 static void move(member *m) {
     tb_transfer *t = NULL;
     bool is_first = seat_of(m) == 0;
+    if (m->c->at_release) {
+        must(m, (is_sender(m) ? tb_send : tb_recv)(m->batch, NULL, &t), "begin");
+        must(m, tb_wait(t, TB_COMMITTED, PATIENCE_MS), "the first transfer");
+        tb_transfer_destroy(t);
+        fill(m);
+    }
     say(m, "ready");
     wait_word(m, "begin");
     if (!is_first && (m->c->is_late || (m->c->is_late_receiver && !is_sender(m))))

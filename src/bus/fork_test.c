@@ -95,6 +95,7 @@ static void use_batch(const inherited *o) {
     refused(tb_batch_version(o->batch, o->pair, &version, &is_torn), "batch");
     tb_batch_state together = {.size = sizeof together};
     refused(tb_batch_query(o->batch, &together), "batch");
+    refused(tb_batch_signal(o->batch, NULL, 1, 0, &is_torn), "batch");
     child_check(together.version == 0 && tb_world_plan_bytes(o->world) == 0);
     refused(tb_send(o->batch, NULL, &transfer), "batch");
     refused(tb_recv(o->batch, NULL, &transfer), "batch");

@@ -1,12 +1,24 @@
-/* Sends and receives manifests, confirmations, failures and goodbyes. */
+/* Sends and receives manifests, failures and goodbyes. */
 #include "bus/world.h"
 
+#include "base/int.h"
 #include "base/log.h"
 
 #include <stdio.h>
 #include <string.h>
 
-enum { MESSAGE_MANIFEST, MESSAGE_RECEIVED, MESSAGE_BROKEN, MESSAGE_GONE }; /* to the world's port */
+/* To the world's port. After the kind come the key and the sender's port. */
+enum {
+    MESSAGE_MANIFESTS, /* the receiver's port, if it gets all of them, else 0; then each with its rank and port */
+    MESSAGE_BROKEN,    /* the receiver's port, if it is known, else 0; status, reason */
+    MESSAGE_GONE,      /* the rank that has left, its port, the ranks that it has told itself, its goodbye */
+    MESSAGE_ASK,
+    MESSAGE_ANSWER, /* a rank whose manifest is missing, and how many have come */
+};
+
+/* A member that waits asks its lead after ASK_MS, then after twice as long, and so on, and before its deadline; after
+ * that it waits up to ANSWER_MS for the answer. */
+enum { ASK_MS = 2000, ANSWER_MS = 250 };
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
@@ -15,20 +27,49 @@ static int compare_peers(const void *a, const void *b) {
     return ((*x)->rank > (*y)->rank) - ((*x)->rank < (*y)->rank);
 }
 
+size_t tb__handshake_find(const tb__handshake *handshake, const tb__peer *peer) {
+    size_t i = 0;
+    TB_BISECT(i, handshake->npeers, handshake->peers[i]->rank >= peer->rank);
+    return i < handshake->npeers && handshake->peers[i] == peer ? i : TB__NOWHERE;
+}
+
+bool tb__handshake_is_lead(const tb__handshake *handshake) {
+    return handshake->lead_of[handshake->self] == handshake->self;
+}
+
+static size_t other_lead(const tb__handshake *handshake) {
+    return handshake->leads[handshake->leads[0] == handshake->self];
+}
+
+/* A lead leads itself; a rank that is on both sides and leads none belongs to the first. */
+static void choose_leads(tb__handshake *handshake, tb__peer *const *peers, const int *sides, size_t npeers) {
+    for (size_t i = npeers; i-- > 0;)
+        handshake->leads[sides[i]] = tb__handshake_find(handshake, peers[i]);
+    if (npeers > 0 && sides[npeers - 1] == 0)
+        handshake->leads[1] = handshake->leads[0];
+    for (size_t i = npeers; i-- > 0;)
+        handshake->lead_of[tb__handshake_find(handshake, peers[i])] = handshake->leads[sides[i]];
+    for (int side = 0; side < 2 && npeers > 0; side++)
+        handshake->lead_of[handshake->leads[side]] = handshake->leads[side];
+}
+
 tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const char *key, const char *what,
-                             tb__peer *const *peers, size_t npeers) {
+                             tb__peer *const *peers, const int *sides, size_t npeers) {
     handshake->world = world;
     tb__loop_add_port(world->loop, &handshake->port);
     handshake->next = world->handshakes;
     world->handshakes = handshake;
     handshake->key = tb__strdup(key);
     handshake->peers = tb__malloc(npeers, sizeof *handshake->peers);
+    handshake->lead_of = tb__calloc(npeers, sizeof *handshake->lead_of);
     handshake->ports = tb__calloc(npeers, sizeof *handshake->ports);
     handshake->is_confirmed = tb__calloc(npeers, sizeof *handshake->is_confirmed);
-    handshake->must_resend = tb__calloc(npeers, sizeof *handshake->must_resend);
     handshake->is_gone = tb__calloc(npeers, sizeof *handshake->is_gone);
-    if (!handshake->key || !handshake->peers || !handshake->ports || !handshake->is_confirmed ||
-        !handshake->must_resend || !handshake->is_gone)
+    handshake->manifests = tb__calloc(npeers, sizeof *handshake->manifests);
+    handshake->goodbyes = tb__calloc(npeers, sizeof *handshake->goodbyes);
+    handshake->gone_ports = tb__calloc(npeers, sizeof *handshake->gone_ports);
+    if (!handshake->key || !handshake->peers || !handshake->lead_of || !handshake->ports || !handshake->is_confirmed ||
+        !handshake->is_gone || !handshake->manifests || !handshake->goodbyes || !handshake->gone_ports)
         return TB_NO_MEMORY;
     size_t kept = 0;
     if (npeers) {
@@ -39,9 +80,12 @@ tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const ch
         if (!kept || handshake->peers[kept - 1] != handshake->peers[i])
             handshake->peers[kept++] = handshake->peers[i];
     }
-    handshake->npeers = handshake->nunconfirmed = kept;
+    handshake->npeers = handshake->nunconfirmed = handshake->missing = kept;
+    choose_leads(handshake, peers, sides, npeers);
     for (size_t i = 0; i < kept; i++) {
         const tb__peer *peer = handshake->peers[i];
+        if (peer->rank == world->rank)
+            handshake->self = i;
         if (peer->is_lost)
             return tb__fail(TB_LOST, "%s was lost before %s: %s", peer->label, what, peer->why);
     }
@@ -57,20 +101,19 @@ void tb__handshake_fini(tb__handshake *handshake) {
             break;
         }
     }
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        tb__pack_fini(&handshake->manifests[i]);
+        tb__pack_fini(&handshake->goodbyes[i]);
+    }
     free(handshake->key);
     free(handshake->peers);
+    free(handshake->lead_of);
     free(handshake->ports);
     free(handshake->is_confirmed);
-    free(handshake->must_resend);
     free(handshake->is_gone);
-}
-
-size_t tb__handshake_find(const tb__handshake *handshake, const tb__peer *peer) {
-    for (size_t i = 0; i < handshake->npeers; i++) {
-        if (handshake->peers[i] == peer)
-            return i;
-    }
-    return TB__NOWHERE;
+    free(handshake->manifests);
+    free(handshake->goodbyes);
+    free(handshake->gone_ports);
 }
 
 static tb__handshake *find_handshake(const tb_world *world, const char *key) {
@@ -87,31 +130,129 @@ bool tb__handshake_exists(const tb_world *world, const char *key) {
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
 
-static tb_status send_handshake(tb__handshake *handshake, size_t to, uint32_t kind, const tb__pack *body) {
-    tb__pack pack = {0};
-    tb__pack_u32(&pack, kind);
-    tb__pack_string(&pack, handshake->key);
-    tb__pack_u32(&pack, handshake->port.id);
-    if (body->count)
-        tb__pack_raw(&pack, body->data, body->count);
-    pack.failed |= body->failed;
-    return tb__loop_send(handshake->peers[to], TB__PORT_WORLD, &pack);
+static void begin_message(tb__pack *pack, uint32_t kind, const char *key, uint32_t port) {
+    tb__pack_u32(pack, kind);
+    tb__pack_string(pack, key);
+    tb__pack_u32(pack, port);
 }
 
-tb_status tb__handshake_send_manifest(tb__handshake *handshake, size_t to, tb__pack *manifest) {
-    tb_status status = send_handshake(handshake, to, MESSAGE_MANIFEST, manifest);
-    tb__pack_fini(manifest);
-    return status;
+static void send_message(tb__handshake *handshake, size_t to, tb__pack *pack) {
+    if (tb__loop_send(handshake->peers[to], TB__PORT_WORLD, pack) == TB_OK)
+        return;
+    tb_status status = tb__fail_within(TB_NO_MEMORY, "a message to %s", handshake->peers[to]->label);
+    if (handshake->on_broken && handshake->status == TB_OK)
+        handshake->on_broken(handshake, to, status, tb_error_detail());
+    else
+        tb__log(TB_LOG_ERROR, "%s", tb_error_detail());
+}
+
+static void pack_row(const tb__handshake *handshake, tb__pack *pack, size_t at, const tb__pack *manifest) {
+    tb__pack_u32(pack, (uint32_t)handshake->peers[at]->rank);
+    tb__pack_u64(pack, handshake->peers[at]->incarnation);
+    tb__pack_u32(pack, handshake->ports[at]);
+    tb__pack_bytes(pack, manifest->data, manifest->count);
+    pack->failed |= manifest->failed;
+}
+
+static void send_manifest(tb__handshake *handshake, size_t to, size_t at, const tb__pack *manifest) {
+    tb__pack pack = {0};
+    begin_message(&pack, MESSAGE_MANIFESTS, handshake->key, handshake->port.id);
+    tb__pack_u32(&pack, 0);
+    tb__pack_u32(&pack, 1);
+    pack_row(handshake, &pack, at, manifest);
+    send_message(handshake, to, &pack);
+}
+
+static void send_own_manifest(tb__handshake *handshake) {
+    tb__pack manifest = {0};
+    uint32_t known = handshake->ports[handshake->self];
+    handshake->pack_manifest(handshake, &manifest);
+    handshake->ports[handshake->self] = handshake->port.id;
+    send_manifest(handshake, handshake->lead_of[handshake->self], handshake->self, &manifest);
+    handshake->ports[handshake->self] = known;
+    tb__pack_fini(&manifest);
+}
+
+/* To a lead that has dropped what this rank sent it, or that had it for an earlier handshake. */
+static void send_again(tb__handshake *handshake, size_t lead) {
+    if (lead == handshake->self || handshake->status != TB_OK)
+        return;
+    if (lead == handshake->lead_of[handshake->self])
+        send_own_manifest(handshake);
+    if (!tb__handshake_is_lead(handshake) || lead != other_lead(handshake))
+        return;
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        if (handshake->lead_of[i] == handshake->self && handshake->is_confirmed[i])
+            send_manifest(handshake, lead, i, &handshake->manifests[i]);
+    }
+}
+
+static void send_gone(tb__handshake *handshake, size_t to, size_t gone, uint32_t port, const tb__pack *goodbye) {
+    tb__pack pack = {0};
+    begin_message(&pack, MESSAGE_GONE, handshake->key, handshake->port.id);
+    tb__pack_u32(&pack, (uint32_t)handshake->peers[gone]->rank);
+    tb__pack_u64(&pack, handshake->peers[gone]->incarnation);
+    tb__pack_u32(&pack, port);
+    tb__pack_raw(&pack, goodbye->data, goodbye->count);
+    pack.failed |= goodbye->failed;
+    if (tb__loop_send(handshake->peers[to], TB__PORT_WORLD, &pack) != TB_OK)
+        tb__log(TB_LOG_ERROR, "no memory to tell %s that %s leaves", handshake->peers[to]->label,
+                handshake->peers[gone]->label);
+}
+
+/* Whether the rank that left has told this one itself. `goodbye` begins with the list of those. */
+static bool was_told(const tb__pack *goodbye, int32_t rank) {
+    tb__unpack u = {goodbye->data, goodbye->data + goodbye->count, false};
+    size_t count = tb__unpack_count(&u, 4);
+    bool is_told = false;
+    for (size_t i = 0; i < count; i++)
+        is_told |= (int32_t)tb__unpack_u32(&u) == rank;
+    return is_told;
+}
+
+static bool is_my_member(const tb__handshake *handshake, size_t at) {
+    return at != handshake->self && handshake->lead_of[at] == handshake->self;
+}
+
+/* Whether this rank tells the peer what it hears: leads tell each other and their members. */
+static bool must_tell(const tb__handshake *handshake, size_t at) {
+    return tb__handshake_is_lead(handshake) && at != handshake->self &&
+           (is_my_member(handshake, at) || at == other_lead(handshake));
+}
+
+void tb__handshake_tell_members(tb__handshake *handshake) {
+    if (handshake->has_told || !tb__handshake_is_lead(handshake) || handshake->nunconfirmed > 0)
+        return;
+    handshake->has_told = true;
+    tb__pack rows = {0};
+    for (size_t i = 0; i < handshake->npeers; i++)
+        pack_row(handshake, &rows, i, &handshake->manifests[i]);
+    for (size_t to = 0; to < handshake->npeers; to++) {
+        if (!is_my_member(handshake, to))
+            continue;
+        tb__pack pack = {0};
+        begin_message(&pack, MESSAGE_MANIFESTS, handshake->key, handshake->port.id);
+        tb__pack_u32(&pack, handshake->ports[to]);
+        tb__pack_u32(&pack, (uint32_t)handshake->npeers);
+        tb__pack_raw(&pack, rows.data, rows.count);
+        pack.failed |= rows.failed;
+        send_message(handshake, to, &pack);
+        for (size_t i = 0; i < handshake->npeers; i++) {
+            if (handshake->is_gone[i] && !was_told(&handshake->goodbyes[i], handshake->peers[to]->rank))
+                send_gone(handshake, to, i, handshake->ports[i], &handshake->goodbyes[i]);
+        }
+    }
+    tb__pack_fini(&rows);
 }
 
 static void send_broken(tb__handshake *handshake, size_t to) {
     tb__pack pack = {0};
+    begin_message(&pack, MESSAGE_BROKEN, handshake->key, handshake->port.id);
     tb__pack_u32(&pack, handshake->ports[to]);
     tb__pack_status(&pack, handshake->status);
     tb__pack_string(&pack, handshake->why);
-    if (send_handshake(handshake, to, MESSAGE_BROKEN, &pack) != TB_OK)
+    if (tb__loop_send(handshake->peers[to], TB__PORT_WORLD, &pack) != TB_OK)
         tb__log(TB_LOG_ERROR, "no memory to tell %s: %s", handshake->peers[to]->label, handshake->why);
-    tb__pack_fini(&pack);
 }
 
 void tb__handshake_break(tb__handshake *handshake, tb_status status, bool tell) {
@@ -123,19 +264,38 @@ void tb__handshake_break(tb__handshake *handshake, tb_status status, bool tell) 
         tb__handshake_send_broken(handshake);
 }
 
+/* Whether the peer hears from this rank directly: its lead, those that a lead tells, and whoever it is connected with.
+ */
+static bool is_near(const tb__handshake *handshake, size_t at) {
+    return at != handshake->self && (at == handshake->lead_of[handshake->self] || must_tell(handshake, at) ||
+                                     (handshake->peers[at]->is_open && handshake->ports[at]));
+}
+
 void tb__handshake_send_broken(tb__handshake *handshake) {
     for (size_t i = 0; i < handshake->npeers; i++) {
-        if (handshake->ports[i] && handshake->peers[i]->rank != handshake->world->rank)
+        if (is_near(handshake, i))
             send_broken(handshake, i);
     }
 }
 
 void tb__handshake_leave(tb__handshake *handshake, const tb__pack *goodbye) {
-    for (size_t i = 0; i < handshake->npeers;
-         i++) { /* this process included: its own manifest may still be on the way */
-        if (send_handshake(handshake, i, MESSAGE_GONE, goodbye) != TB_OK)
-            tb__log(TB_LOG_ERROR, "no memory to tell %s that this process leaves", handshake->peers[i]->label);
+    tb__pack message = {0};
+    uint32_t ntold = 0;
+    for (size_t i = 0; i < handshake->npeers; i++)
+        ntold += is_near(handshake, i);
+    tb__pack_u32(&message, ntold);
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        if (is_near(handshake, i))
+            tb__pack_u32(&message, (uint32_t)handshake->peers[i]->rank);
     }
+    tb__pack_raw(&message, goodbye->data, goodbye->count);
+    message.failed |= goodbye->failed;
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        /* this process included: its own manifest may still be on the way */
+        if (i == handshake->self || is_near(handshake, i))
+            send_gone(handshake, i, handshake->self, handshake->port.id, &message);
+    }
+    tb__pack_fini(&message);
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
@@ -150,96 +310,241 @@ static void drop_early_manifest(tb_world *world, size_t i) {
     world->early.item[i] = world->early.item[--world->early.count];
 }
 
-/* Replaces an earlier manifest of the same peer. */
-static void keep_early_manifest(tb_world *world, tb__peer *from, const char *key, uint32_t port, const tb__unpack *u) {
+/* Replaces an earlier manifest of the same rank. */
+static void keep_early_manifest(tb_world *world, const tb__early_manifest *row) {
     for (size_t i = world->early.count; i-- > 0;) {
         const tb__early_manifest *e = &world->early.item[i];
-        if (e->from == from && strcmp(e->key, key) == 0)
+        if (e->rank == row->rank && e->incarnation == row->incarnation && strcmp(e->key, row->key) == 0)
             drop_early_manifest(world, i);
     }
-    size_t nbytes = (size_t)(u->end - u->at);
-    tb__early_manifest e = {.from = from, .key = tb__strdup(key), .port = port, .nbytes = nbytes};
-    e.data = tb__memdup(u->at, nbytes, 1);
+    tb__early_manifest e = *row;
+    e.key = tb__strdup(row->key);
+    e.data = tb__memdup(row->data, row->nbytes, 1);
     if (!e.key || !e.data || !tb__vec_push(&world->early, e)) {
         tb__early_manifest_fini(&e);
-        tb__log(TB_LOG_ERROR, "no memory for what %s says about '%s'", from->label, key);
+        tb__log(TB_LOG_ERROR, "no memory for what rank %d says about '%s'", (int)row->rank, row->key);
     }
 }
 
-static void take_manifest(tb__handshake *handshake, size_t at, uint32_t port, tb__unpack *manifest) {
-    handshake->ports[at] = port;
+/* The goodbye in `goodbyes`. */
+static void take_goodbye(tb__handshake *handshake, size_t at) {
+    const tb__pack *kept = &handshake->goodbyes[at];
+    tb__unpack goodbye = {kept->data, kept->data + kept->count, false};
+    size_t ntold = tb__unpack_count(&goodbye, 4);
+    tb__unpack_raw(&goodbye, ntold * 4);
+    handshake->gone_ports[at] = 0;
+    handshake->is_gone[at] = true;
+    handshake->on_gone(handshake, at, &goodbye);
+}
+
+static void take_manifest(tb__handshake *handshake, size_t at, const tb__early_manifest *row) {
+    handshake->ports[at] = row->port;
     if (handshake->status != TB_OK) { /* the peer makes the handshake again with another manifest */
-        send_broken(handshake, at);
+        if (is_near(handshake, at))
+            send_broken(handshake, at);
         return;
     }
-    tb_status status = TB_OK;
-    if (handshake->must_resend[at])
-        status = handshake->send_manifest(handshake, at);
-    handshake->must_resend[at] = false;
-    handshake->on_manifest(handshake, at, manifest);
+    tb__unpack manifest = {row->data, row->data + row->nbytes, false};
+    handshake->on_manifest(handshake, at, &manifest);
     if (handshake->status != TB_OK)
         return;
-    tb__pack received = {0};
-    tb__pack_u32(&received, port);
-    if (status == TB_OK)
-        status = send_handshake(handshake, at, MESSAGE_RECEIVED, &received);
-    tb__pack_fini(&received);
-    if (status != TB_OK && handshake->on_broken)
-        handshake->on_broken(handshake, at, status, tb_error_detail());
+    handshake->is_confirmed[at] = true;
+    handshake->nunconfirmed--;
+    if (tb__handshake_is_lead(handshake)) {
+        tb__pack *copy = &handshake->manifests[at];
+        tb__pack_fini(copy);
+        *copy = (tb__pack){0};
+        tb__pack_raw(copy, row->data, row->nbytes);
+        if (handshake->lead_of[at] == handshake->self && other_lead(handshake) != handshake->self)
+            send_manifest(handshake, other_lead(handshake), at, copy);
+    }
+    handshake->on_confirmed(handshake, at);
+    if (handshake->gone_ports[at] == row->port && handshake->status == TB_OK)
+        take_goodbye(handshake, at);
 }
 
-/* The peer may have dropped our manifest, so it is sent again when the peer comes back. */
 void tb__handshake_forget(tb__handshake *handshake, size_t peer) {
     handshake->nunconfirmed += handshake->is_confirmed[peer];
     handshake->is_confirmed[peer] = false;
     handshake->ports[peer] = 0;
-    handshake->must_resend[peer] = true;
     handshake->is_gone[peer] = false;
+    handshake->has_told = false;
+    send_again(handshake, peer);
 }
 
 tb_status tb__handshake_announce(tb__handshake *handshake) {
     tb_world *world = handshake->world;
-    for (size_t i = 0; i < handshake->npeers; i++)
-        TB_TRY(handshake->send_manifest(handshake, i));
+    send_own_manifest(handshake);
+    TB_TRY(handshake->status == TB_OK ? TB_OK : tb__fail(handshake->status, "%s", handshake->why));
     for (size_t i = world->early.count; i-- > 0;) {
         tb__early_manifest e = world->early.item[i];
-        size_t at = tb__handshake_find(handshake, e.from);
+        const tb__peer *peer = tb__loop_find_peer(world->loop, e.rank, e.incarnation);
+        size_t at = peer ? tb__handshake_find(handshake, peer) : TB__NOWHERE;
         if (at == TB__NOWHERE || handshake->ports[at] != 0 || strcmp(e.key, handshake->key) != 0)
             continue;
         world->early.item[i] = world->early.item[--world->early.count];
-        tb__unpack u = {e.data, e.data + e.nbytes, false};
-        take_manifest(handshake, at, e.port, &u);
+        take_manifest(handshake, at, &e);
         tb__early_manifest_fini(&e);
     }
     return TB_OK;
 }
 
-static void on_confirmation(tb__handshake *handshake, size_t at, tb__unpack *message) {
-    if (tb__unpack_u32(message) != handshake->port.id || handshake->is_confirmed[at] || handshake->status != TB_OK)
-        return;
-    handshake->is_confirmed[at] = true;
-    handshake->nunconfirmed--;
-    handshake->on_confirmed(handshake, at);
+static tb__early_manifest read_row(tb__unpack *message, const tb__peer *from, const char *key) {
+    tb__early_manifest row = {.from = from, .key = (char *)key};
+    row.rank = (int32_t)tb__unpack_u32(message);
+    row.incarnation = tb__unpack_u64(message);
+    row.port = tb__unpack_u32(message);
+    row.data = (unsigned char *)tb__unpack_bytes(message, &row.nbytes);
+    message->failed |= row.port == 0 || row.rank < 0;
+    return row;
 }
 
-static void on_broken_message(tb__handshake *handshake, size_t at, tb__unpack *message) {
-    bool is_ours = tb__unpack_u32(message) == handshake->port.id;
+/* Whether manifests and goodbyes of the rank may come from this peer: from itself, or from a lead. */
+static bool may_speak_for(const tb__handshake *handshake, size_t from, size_t at) {
+    return from == at || from == handshake->lead_of[handshake->self] ||
+           (tb__handshake_is_lead(handshake) && from == other_lead(handshake));
+}
+
+/* A rank of the handshake whose number another process has by now is gone. */
+static void lose_replaced(const tb__handshake *handshake, const tb__early_manifest *row) {
+    size_t i = 0;
+    TB_BISECT(i, handshake->npeers, handshake->peers[i]->rank >= row->rank);
+    if (i < handshake->npeers && handshake->peers[i]->rank == row->rank &&
+        handshake->peers[i]->incarnation < row->incarnation)
+        tb__peer_report_lost(handshake->peers[i], "another process has taken its place");
+}
+
+static void on_manifests(tb_world *world, const char *key, tb__peer *from, tb__unpack *message) {
+    tb__handshake *handshake = find_handshake(world, key);
+    uint32_t port = tb__unpack_u32(message);
+    size_t count = tb__unpack_count(message, 16);
+    size_t sender = handshake ? tb__handshake_find(handshake, from) : TB__NOWHERE;
+    if (port != 0 && (!handshake || handshake->port.id != port))
+        return; /* they are for an earlier handshake of this name */
+    for (size_t i = 0; i < count; i++) {
+        tb__early_manifest row = read_row(message, from, key);
+        if (message->failed) {
+            tb__log(TB_LOG_WARN, "%s sent truncated manifests about '%s'", from->label, key);
+            return;
+        }
+        const tb__peer *peer = tb__loop_find_peer(world->loop, row.rank, row.incarnation);
+        size_t at = handshake && peer ? tb__handshake_find(handshake, peer) : TB__NOWHERE;
+        if (at == TB__NOWHERE && sender != TB__NOWHERE)
+            lose_replaced(handshake, &row);
+        if (at != TB__NOWHERE && (sender == TB__NOWHERE || !may_speak_for(handshake, sender, at)))
+            continue;
+        if (at != TB__NOWHERE && handshake->ports[at] == 0) {
+            take_manifest(handshake, at, &row);
+        } else if (port == 0 && (at == TB__NOWHERE || handshake->ports[at] != row.port)) {
+            keep_early_manifest(world, &row);
+            if (row.rank == from->rank)
+                tb__losses_tell(world, from);
+        }
+    }
+}
+
+static void on_broken_message(tb__handshake *handshake, size_t at, uint32_t sender_port, tb__unpack *message) {
+    uint32_t port = tb__unpack_u32(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
+    bool is_ours = port == handshake->port.id || (port == 0 && handshake->ports[at] == sender_port);
     if (is_ours && !message->failed && status != TB_OK && handshake->on_broken)
         handshake->on_broken(handshake, at, status, why);
 }
 
-static void on_gone_message(tb_world *world, tb__handshake *handshake, tb__peer *from, size_t at, uint32_t port,
-                            tb__unpack *message) {
+/* A lead's members are gone with it, as far as others know them only through it: they send it their manifests again. */
+static void forget_members(tb__handshake *handshake, size_t lead) {
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        if (i != lead && i != handshake->self && handshake->lead_of[i] == lead && handshake->is_confirmed[i] &&
+            !handshake->is_gone[i])
+            tb__handshake_forget(handshake, i);
+    }
+}
+
+/* Goodbyes of all owners begin with that, after the ranks that were told. */
+static bool had_agreed(const tb__unpack *goodbye) {
+    tb__unpack u = *goodbye;
+    size_t ntold = tb__unpack_count(&u, 4);
+    tb__unpack_raw(&u, ntold * 4);
+    return tb__unpack_u32(&u) != 0;
+}
+
+static void on_gone(tb__handshake *handshake, size_t at, uint32_t port, const tb__unpack *goodbye) {
+    bool is_lead = tb__handshake_is_lead(handshake), is_known = handshake->ports[at] == port;
+    /* One that had agreed has not had what this rank sent for the present handshake: it would be sent twice, and might
+     * be taken for the next one. */
+    if (!is_known && handshake->nunconfirmed > 0 && !had_agreed(goodbye))
+        send_again(handshake, at);
+    if ((is_known && handshake->is_gone[at]) || (!is_known && handshake->nunconfirmed == 0))
+        return;
+    tb__pack *kept = &handshake->goodbyes[at];
+    tb__pack_fini(kept);
+    *kept = (tb__pack){0};
+    tb__pack_raw(kept, goodbye->at, (size_t)(goodbye->end - goodbye->at));
+    handshake->gone_ports[at] = port;
+    if (kept->failed || !is_known) {
+        handshake->gone_ports[at] = kept->failed ? 0 : port; /* its manifest may still come, by way of a lead */
+        return;
+    }
+    take_goodbye(handshake, at);
+    if (!handshake->is_gone[at] && at != handshake->self && handshake->lead_of[at] == at && is_lead)
+        forget_members(handshake, at);
+    for (size_t i = 0; is_lead && i < handshake->npeers; i++) {
+        /* what came from the other lead goes to members only */
+        bool is_next = handshake->lead_of[at] == handshake->self || i != other_lead(handshake);
+        if (i != at && is_next && must_tell(handshake, i) && !was_told(kept, handshake->peers[i]->rank))
+            send_gone(handshake, i, at, port, kept);
+    }
+}
+
+static void on_gone_message(tb_world *world, const char *key, tb__peer *from, tb__unpack *message) {
+    int32_t rank = (int32_t)tb__unpack_u32(message);
+    uint64_t incarnation = tb__unpack_u64(message);
+    uint32_t port = tb__unpack_u32(message);
+    tb__handshake *handshake = find_handshake(world, key);
+    const tb__peer *peer = tb__loop_find_peer(world->loop, rank, incarnation);
+    size_t sender = handshake ? tb__handshake_find(handshake, from) : TB__NOWHERE;
+    size_t at = handshake && peer ? tb__handshake_find(handshake, peer) : TB__NOWHERE;
+    if (message->failed)
+        return;
     for (size_t i = world->early.count; i-- > 0;) {
-        if (world->early.item[i].from == from && world->early.item[i].port == port)
+        const tb__early_manifest *e = &world->early.item[i];
+        bool is_its_own = e->rank == rank && e->incarnation == incarnation && e->port == port;
+        /* what a lead that leaves has passed on belonged to the handshake that it has left */
+        bool is_passed_on = e->from == from && from == peer && strcmp(e->key, key) == 0;
+        if (is_its_own || is_passed_on)
             drop_early_manifest(world, i);
     }
-    if (at != TB__NOWHERE && handshake->ports[at] == port) {
-        handshake->is_gone[at] = true;
-        handshake->on_gone(handshake, at, message);
-    }
+    if (sender != TB__NOWHERE && at != TB__NOWHERE && may_speak_for(handshake, sender, at))
+        on_gone(handshake, at, port, message);
+}
+
+/* A lead that has not made the handshake answers that it is missing itself. */
+static void answer(tb_world *world, const char *key, tb__peer *from, uint32_t port) {
+    const tb__handshake *handshake = find_handshake(world, key);
+    size_t at = handshake ? tb__handshake_find(handshake, from) : TB__NOWHERE, nhave = 1, missing = TB__NOWHERE;
+    bool is_known = at != TB__NOWHERE && handshake->ports[at] == port;
+    if (is_known)
+        missing = tb__handshake_find_missing(handshake, &nhave);
+    tb__pack pack = {0};
+    begin_message(&pack, MESSAGE_ANSWER, key, port);
+    tb__pack_u32(&pack, (uint32_t)(missing != TB__NOWHERE ? handshake->peers[missing]->rank : world->rank));
+    tb__pack_u32(&pack, (uint32_t)nhave);
+    tb__pack_u32(&pack, is_known && missing == TB__NOWHERE);
+    if (tb__loop_send(from, TB__PORT_WORLD, &pack) != TB_OK)
+        tb__log(TB_LOG_ERROR, "no memory for an answer to %s", from->label);
+}
+
+static void on_answer(tb__handshake *handshake, uint32_t port, tb__unpack *message) {
+    int32_t rank = (int32_t)tb__unpack_u32(message);
+    size_t nhave = tb__unpack_u32(message), i = 0;
+    bool has_all = tb__unpack_u32(message) != 0;
+    if (message->failed || port != handshake->port.id || has_all)
+        return;
+    TB_BISECT(i, handshake->npeers, handshake->peers[i]->rank >= rank);
+    handshake->missing = i;
+    handshake->nhave = nhave;
+    tb__loop_signal(handshake->world->loop);
 }
 
 void tb__handshake_on_message(tb__port *world_port, tb__peer *from, tb__unpack *message) {
@@ -247,29 +552,96 @@ void tb__handshake_on_message(tb__port *world_port, tb__peer *from, tb__unpack *
     uint32_t kind = tb__unpack_u32(message);
     const char *key = tb__unpack_string(message);
     uint32_t port = tb__unpack_u32(message);
-    if (message->failed || kind > MESSAGE_GONE || port == 0) {
+    if (kind == TB__WORLD_LOST && !message->failed) {
+        tb__losses_on_message(world, from, message);
+        return;
+    }
+    if (message->failed || kind > MESSAGE_ANSWER || port == 0) {
         tb__log(TB_LOG_WARN, "%s sent an invalid handshake message: %s, kind %u, port %u", from->label,
                 message->failed ? "truncated" : "complete", (unsigned)kind, (unsigned)port);
         return;
     }
     tb__handshake *handshake = find_handshake(world, key);
     size_t at = handshake ? tb__handshake_find(handshake, from) : TB__NOWHERE;
-    bool is_known = at != TB__NOWHERE && handshake->ports[at] == port;
-    if (kind == MESSAGE_GONE)
-        on_gone_message(world, handshake, from, at, port, message);
-    else if (kind == MESSAGE_RECEIVED && is_known)
-        on_confirmation(handshake, at, message);
-    else if (kind == MESSAGE_BROKEN && is_known)
-        on_broken_message(handshake, at, message);
-    else if (kind == MESSAGE_MANIFEST && at != TB__NOWHERE && handshake->ports[at] == 0)
-        take_manifest(handshake, at, port, message);
-    else if (kind == MESSAGE_MANIFEST && !is_known) /* else the peer has repeated a manifest that we already have */
-        keep_early_manifest(world, from, key, port, message);
+    if (kind == MESSAGE_MANIFESTS)
+        on_manifests(world, key, from, message);
+    else if (kind == MESSAGE_GONE)
+        on_gone_message(world, key, from, message);
+    else if (kind == MESSAGE_ASK)
+        answer(world, key, from, port);
+    else if (kind == MESSAGE_BROKEN && at != TB__NOWHERE)
+        on_broken_message(handshake, at, port, message);
+    else if (kind == MESSAGE_ANSWER && at != TB__NOWHERE)
+        on_answer(handshake, port, message);
 }
 
 void tb__handshake_on_lost(tb_world *world, const tb__peer *peer) {
     for (size_t i = world->early.count; i-- > 0;) {
-        if (world->early.item[i].from == peer)
+        const tb__early_manifest *e = &world->early.item[i];
+        if (e->from == peer || (e->rank == peer->rank && e->incarnation == peer->incarnation))
             drop_early_manifest(world, i);
     }
+}
+
+/* ---- Waiting --------------------------------------------------------------------------------------------------- */
+
+static bool must_ask(const tb__handshake *handshake) {
+    return handshake->nunconfirmed > 0 && handshake->status == TB_OK && !tb__handshake_is_lead(handshake);
+}
+
+static void ask_leads(tb_world *world) {
+    for (tb__handshake *at = world->handshakes; at; at = at->next) {
+        tb__pack pack = {0};
+        if (!must_ask(at))
+            continue;
+        at->missing = at->npeers; /* who was missing before may have come */
+        begin_message(&pack, MESSAGE_ASK, at->key, at->port.id);
+        if (tb__loop_send(at->peers[at->lead_of[at->self]], TB__PORT_WORLD, &pack) != TB_OK)
+            tb__log(TB_LOG_ERROR, "no memory to ask who is missing");
+    }
+}
+
+typedef struct waiting {
+    const tb_world *world;
+    bool (*is_true)(void *arg);
+    void *arg;
+} waiting;
+
+static bool is_true_or_answered(void *arg) {
+    const waiting *w = arg;
+    bool is_answered = true;
+    for (const tb__handshake *at = w->world->handshakes; at; at = at->next)
+        is_answered &= !must_ask(at) || at->missing < at->npeers;
+    return is_answered || w->is_true(w->arg);
+}
+
+bool tb__handshakes_wait(tb_world *world, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
+    waiting w = {world, is_true, arg};
+    int64_t delay_ms = ASK_MS, now_ms;
+    while ((now_ms = tb__now_ms()) < deadline_ms) {
+        int64_t left_ms = deadline_ms - now_ms;
+        if (tb__loop_wait(world->loop, is_true, arg, now_ms + tb__min64(delay_ms, left_ms - left_ms / 4)))
+            return true;
+        ask_leads(world);
+        delay_ms *= 2;
+    }
+    tb__loop_wait(world->loop, is_true_or_answered, &w, deadline_ms + ANSWER_MS);
+    return is_true(arg);
+}
+
+size_t tb__handshake_find_missing(const tb__handshake *handshake, size_t *nhave) {
+    *nhave = handshake->npeers - handshake->nunconfirmed;
+    if (handshake->nunconfirmed == 0)
+        return TB__NOWHERE;
+    if (!tb__handshake_is_lead(handshake)) {
+        bool is_known = handshake->missing < handshake->npeers;
+        *nhave = is_known ? handshake->nhave : 1;
+        return is_known ? handshake->missing : handshake->lead_of[handshake->self];
+    }
+    size_t lead = other_lead(handshake), i = 0;
+    if (!handshake->is_confirmed[lead])
+        return lead;
+    while (handshake->is_confirmed[i])
+        i++;
+    return i;
 }

@@ -1,9 +1,17 @@
 /* A handshake among all ranks of an exchange or a copy service, found by a name (the key) that all of them use. Each
- * rank sends every rank a *manifest*. Manifests go to the world's port, because the ports of the handshake are not
- * known yet; a manifest tells the port of its sender. A manifest that arrives before this process has made the
- * handshake is kept until then. The receiver of a manifest confirms it. A peer is *confirmed* when it has confirmed our
- * manifest: the manifest of an earlier handshake with the same name never leads to that. A rank that leaves sends a
- * goodbye to all.
+ * rank has a *manifest*, which says what it has and to which port messages go. Ranks send their manifests to their
+ * *lead*: the first rank of their side of a pair. The leads tell each other what they get; when a lead has all
+ * manifests, of both sides, its owner has it send them to the members of its side (tb__handshake_tell_members). So a
+ * rank sends one message, gets one, and is connected with its lead only.
+ *
+ * Manifests go to the world's port, because the ports of the handshake are not known yet. One that arrives before a
+ * lead has made the handshake is kept until then. A member that gets all manifests finds its own among them, with its
+ * port: so they are of this handshake, and not of an earlier one with the same name.
+ *
+ * A rank that leaves says goodbye to its lead and to all that it is connected with, so that the goodbye comes after its
+ * other messages; the lead tells the rest. When a
+ * lead leaves before a member has all manifests, the member sends it its own again: it may come back. It is the same
+ * with failures.
  *
  * Embedded in its owner. All functions need the loop's lock. */
 #ifndef TB_BUS_HANDSHAKE_H
@@ -19,15 +27,23 @@ struct tb__handshake {
     char *key; /* the same on all ranks */
     size_t npeers;
     tb__peer **peers;   /* each rank once, ascending, this one too */
+    size_t self;        /* this rank's position */
+    size_t *lead_of;    /* the position of each rank's lead */
+    size_t leads[2];    /* the same position twice if there is one */
     uint32_t *ports;    /* 0: not known */
-    bool *is_confirmed; /* the peer has our manifest, so its own belongs to this handshake */
-    bool *must_resend;  /* our manifest is sent again when its next one arrives */
+    bool *is_confirmed; /* its manifest is here */
     bool *is_gone;
-    size_t nunconfirmed; /* peers that are not confirmed */
-    tb_status status;    /* not TB_OK: it has failed, and whoever sends a manifest is told why */
+    tb__pack *manifests;  /* at leads, for their members */
+    tb__pack *goodbyes;   /* of ranks that have left: at leads, and where they came before the manifest */
+    uint32_t *gone_ports; /* 0: none; the port of such a goodbye */
+    bool has_told;        /* the members of this lead have all manifests */
+    size_t nunconfirmed;  /* peers that are not confirmed */
+    size_t missing;       /* by the lead's last answer: a rank that has not sent its manifest; npeers: no answer yet */
+    size_t nhave;         /* likewise: how many ranks have */
+    tb_status status;     /* not TB_OK: it has failed, and whoever sends a manifest is told why */
     char why[TB__WHY_MAX];
     /* Callbacks, from the driver. The last argument is what the peer added to its message. `on_broken` is optional. */
-    tb_status (*send_manifest)(tb__handshake *handshake, size_t peer); /* calls tb__handshake_send_manifest */
+    void (*pack_manifest)(tb__handshake *handshake, tb__pack *manifest);
     void (*on_manifest)(tb__handshake *handshake, size_t peer, tb__unpack *manifest);
     void (*on_confirmed)(tb__handshake *handshake, size_t peer); /* the peer is confirmed */
     void (*on_broken)(tb__handshake *handshake, size_t peer, tb_status status,
@@ -38,29 +54,40 @@ struct tb__handshake {
 
 /* A manifest for a handshake that this process has not made yet. */
 typedef struct tb__early_manifest {
-    tb__peer *from;
+    const tb__peer *from; /* the connection it came by */
+    int32_t rank;         /* whose manifest it is */
+    uint64_t incarnation;
     char *key;
     uint32_t port;
     unsigned char *data;
     size_t nbytes;
 } tb__early_manifest;
 
-/* The callbacks must have been set. A peer may be listed twice. `what` names the owner in error messages. After a
- * failure, too, tb__handshake_fini has to be called. */
+/* The callbacks must have been set. A peer may be listed twice. sides[i] is 0 or 1 for peers[i]; the first peer of each
+ * side is its lead. `what` names the owner in error messages. After a failure, too, tb__handshake_fini has to be
+ * called. */
 tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const char *key, const char *what,
-                             tb__peer *const *peers, size_t npeers);
-/* For `send_manifest`. Takes over the pack. */
-tb_status tb__handshake_send_manifest(tb__handshake *handshake, size_t to, tb__pack *manifest);
-/* Sends our manifest to all peers, and takes manifests that arrived early. */
+                             tb__peer *const *peers, const int *sides, size_t npeers);
+/* Sends our manifest to the lead, and takes manifests that arrived early. */
 tb_status tb__handshake_announce(tb__handshake *handshake);
+bool tb__handshake_is_lead(const tb__handshake *handshake);
+/* At a lead that has all manifests: sends them to the members of its side, once. */
+void tb__handshake_tell_members(tb__handshake *handshake);
 /* The peer has left, and may come again: drops what it has sent. */
 void tb__handshake_forget(tb__handshake *handshake, size_t peer);
 /* Marks it as failed, for the reason in tb_error_detail. `tell`: also informs the peers. */
 void tb__handshake_break(tb__handshake *handshake, tb_status status, bool tell);
 void tb__handshake_send_broken(tb__handshake *handshake); /* informs the peers, if that was not done at once */
-/* Sends a goodbye to all peers. */
+/* Sends a goodbye, which begins with a u32: whether this rank had agreed. */
 void tb__handshake_leave(tb__handshake *handshake, const tb__pack *goodbye);
 void tb__handshake_fini(tb__handshake *handshake);
+
+/* As tb__loop_wait. Members ask their leads now and then, and shortly before the deadline, who is missing, so that
+ * tb__handshake_find_missing can name a rank. */
+bool tb__handshakes_wait(tb_world *world, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
+/* A rank whose manifest is missing, as far as this one knows; a lead that has not answered counts as missing, too.
+ * `nhave`: how many ranks have sent theirs. TB__NOWHERE: none is missing. */
+size_t tb__handshake_find_missing(const tb__handshake *handshake, size_t *nhave);
 
 size_t tb__handshake_find(const tb__handshake *handshake, const tb__peer *peer); /* TB__NOWHERE: not in it */
 bool tb__handshake_exists(const tb_world *world, const char *key);

@@ -64,6 +64,15 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
     return is_used;
 }
 
+bool tb__batch_has_invalidated(const tb_batch *batch) {
+    bool has_some = false;
+    tb__loop_lock(batch->world->loop);
+    for (size_t i = 0; i < batch->tensors.count; i++)
+        has_some |= batch->tensors.item[i]->is_invalidated;
+    tb__loop_unlock(batch->world->loop);
+    return has_some;
+}
+
 /* ---- All of a world --------------------------------------------------------------------------------------------- */
 
 typedef struct invalidation {
@@ -90,15 +99,18 @@ static bool is_memory_unused(void *arg) {
     return !is_used && !stuck && !holder;
 }
 
-tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
+tb_status tb__local_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
     TB_TRY(tb__world_check(world, "world"));
+    return tb__world_invalidate_until(world, base, nbytes, tb__world_deadline(world, 0));
+}
+
+tb_status tb__world_invalidate_until(tb_world *world, const void *base, size_t nbytes, int64_t deadline_ms) {
     invalidation t = {.world = world, .first = (uintptr_t)base};
     if (__builtin_add_overflow(t.first, nbytes, &t.last))
         return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);
     if (tb__loop_is_driver(world->loop))
         return tb__fail(TB_REFUSED, "memory can't be invalidated by a function that the library calls: it would wait "
                                     "for itself");
-    int64_t deadline_ms = tb__world_deadline(world, 0);
     if (!tb__loop_lock_until(world->loop, deadline_ms))
         return tb__fail(TB_TIMEOUT,
                         "%zu bytes at %p may still be in use by a transfer whose progress function has not "

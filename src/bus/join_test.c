@@ -170,10 +170,12 @@ static void test_who_has_the_port(void **state) {
     check_fails(join(url, 300), TB_TIMEOUT, "silent, somebody listens there but does not answer");
     check_fails(tb__store_server_start(url, "", &server), TB_CONFLICT, "not by a tensorbus store that answers");
     close(fd);
-    check_ok(tb__store_server_start("tcp://127.0.0.1:0", "secret", &server));
+    check_ok(tb__store_server_start("tcp://127.0.0.1:0", "a secret of more than thirty-two bytes", &server));
     snprintf(url, sizeof url, "%s", tb__store_server_url(server));
-    check_fails(tb__store_server_start(url, "secret", &other), TB_CONFLICT, "another process serves it");
-    check_fails(tb__store_server_start(url, "wrong", &other), TB_CONFLICT, "another process serves it");
+    check_fails(tb__store_server_start(url, "a secret of more than thirty-two bytes", &other), TB_CONFLICT,
+                "another process serves it");
+    check_fails(tb__store_server_start(url, "a wrong one of more than 32 bytes...", &other), TB_CONFLICT,
+                "another process serves it");
     tb__store_server_stop(server);
 }
 

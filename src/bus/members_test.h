@@ -24,7 +24,7 @@ static inline tb_status hear_of(tb__store *store, const char *what, int round, i
     char key[64];
     tb__store_value got;
     name_key(key, sizeof key, what, round, position);
-    TB_TRY(tb__store_wait(store, key, timeout_ms, &got));
+    TB_TRY(await_key(store, key, timeout_ms, &got));
     if (value)
         snprintf(value, room, "%.*s", (int)got.nbytes, (const char *)got.data);
     tb__store_value_fini(&got);
@@ -44,6 +44,14 @@ static inline tb_status join_named_bus(const char *url, const char *bus, const c
 
 static inline tb_status join_bus(const char *url, const char *group, int index, int size, tb_world **world) {
     return join_named_bus(url, "bus", group, index, size, world);
+}
+
+/* The only rank of a group, through the agent that run_with_agents has started for it. */
+static inline tb_status join_agent(const char *group, tb_world **world) {
+    char address[160];
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+    snprintf(address, sizeof address, "agent:%s/%s", getenv("TB_AGENTS"), group);
+    return tb_world_join(address, group, 0, 1, &opts, world);
 }
 
 /* ---- In the first process -------------------------------------------------------------------------------------- */
@@ -120,6 +128,54 @@ static inline void end_members(scene *s) {
         s->pids[i] = 0;
         assert_int_equal(end, 0);
     }
+}
+
+/* Of the tool $TENSORBUS, with --no-gpu if TB_NO_GPU is set. */
+static inline pid_t start_agent(const char *folder, const char *group) {
+    extern char **environ;
+    char path[80], store[80];
+    const char *tool = getenv("TENSORBUS");
+    pid_t pid;
+    assert_non_null(tool);
+    snprintf(path, sizeof path, "%s/%s", folder, group);
+    snprintf(store, sizeof store, "unix:%s/store", folder);
+    const char *argv[] = {tool,  "agent",    "--name", group,       "--rank", "0",         "--size", "1",  "--store",
+                          store, "--socket", path,     "--timeout", "30",     "--workers", "1",      NULL, NULL};
+    if (getenv("TB_NO_GPU"))
+        argv[16] = "--no-gpu";
+    posix_spawn_file_actions_t files;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_addopen(&files, STDOUT_FILENO, "/dev/null", 1 /* O_WRONLY */, 0);
+    assert_int_equal(posix_spawn(&pid, tool, &files, NULL, (char **)(uintptr_t)argv, environ), 0);
+    posix_spawn_file_actions_destroy(&files);
+    return pid;
+}
+
+/* Agents of the groups "a" and "b", of one rank each, and members 0 and 1, which `start` starts: all end by themselves,
+ * the agents when they are told to. What is still there ends with the scene. */
+static inline void run_with_agents(scene *s, void (*start)(scene *s)) {
+    char folder[] = "/tmp/tb-agents-XXXXXX", path[80];
+    pid_t *agents = &s->pids[MAX_MEMBERS - 2];
+    assert_non_null(mkdtemp(folder));
+    for (int i = 0; i < 2; i++)
+        agents[i] = start_agent(folder, i == 0 ? "a" : "b");
+    setenv("TB_AGENTS", folder, 1);
+    start(s);
+    unsetenv("TB_AGENTS");
+    for (int i = 0; i < 2; i++) {
+        int end = end_of(s->pids[i]);
+        s->pids[i] = 0;
+        assert_int_equal(end, 0);
+    }
+    for (int i = 2; i-- > 0;) {
+        assert_int_equal(kill(agents[i], SIGTERM), 0);
+        int end = end_of(agents[i]);
+        agents[i] = 0;
+        assert_int_equal(end, 0);
+        snprintf(path, sizeof path, "%s/%s", folder, i == 0 ? "a" : "b");
+        unlink(path);
+    }
+    assert_int_equal(rmdir(folder), 0);
 }
 
 #endif

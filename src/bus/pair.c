@@ -10,6 +10,7 @@
 
 #include "base/descriptors.h"
 #include "base/int.h"
+#include "base/log.h"
 #include "base/opts.h"
 #include "device/host/workers.h"
 #include "layout/layout.h"
@@ -21,11 +22,22 @@
 
 enum {
     SPIN_US = 50,  /* how long the driver polls before it sleeps, if every rank of the machine has a core */
-    ASK_MS = 1000, /* after waiting this long for others' notes, the store is probed */
+    ASK_MS = 5000, /* after waiting this long for others' notes, the store is probed */
     ANSWER_MS = 4000,
+    HINT_MS = 1000,
 };
 
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
+
+bool tb__pair_has_layout(const char *layout) {
+    return strcmp(layout, TB__NO_LAYOUT) != 0;
+}
+
+tb_status tb__pair_layout_parse(const char *layout, int32_t seat, tb_layout **out) {
+    return tb__pair_has_layout(layout)
+               ? tb_layout_parse(layout, out)
+               : tb_layout_create(1, &(int64_t){1}, &seat, &(tb_placement){.kind = TB_REPLICATE}, out);
+}
 
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out) {
     const tb__pair_side *s = &pair->sides[side];
@@ -59,6 +71,9 @@ typedef struct pairing {
     bool has_lost; /* a rank was lost, and may be connected again */
     uint32_t last_round;
     char missing[512];
+    int32_t sizes[2]; /* by side, if it is complete ... */
+    bool has_layout[2];
+    bool only_looks; /* the pair may be in use: nothing in it is changed */
 } pairing;
 
 /* This process's current round for pairs of this name. With the lock held; NULL: no memory. */
@@ -121,18 +136,14 @@ static void describe_missing(pairing *m, const char *group, const tb__roster *ro
 }
 
 static void describe_absent(pairing *m, const tb__notes *notes, const char *group, int32_t size) {
-    for (int32_t i = 0; i < size; i++) {
-        bool is_here = false;
-        tb__pair_note n;
-        for (size_t j = 0; j < notes->count; j++)
-            is_here |= notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0 &&
-                       tb__pair_read_request(&notes->item[j], &n);
-        if (!is_here) {
-            size_t at = strlen(m->missing);
-            snprintf(m->missing + at, sizeof m->missing - at, "; %.100s %" PRId32 " is missing", group, i);
-            return;
-        }
-    }
+    int32_t absent = 0; /* notes are sorted by index */
+    tb__pair_note n;
+    for (size_t j = 0; j < notes->count; j++)
+        absent += notes->item[j].index == absent && strcmp(notes->item[j].group, group) == 0 &&
+                  tb__pair_read_request(&notes->item[j], &n);
+    size_t at = strlen(m->missing);
+    if (absent < size)
+        snprintf(m->missing + at, sizeof m->missing - at, "; %.100s %" PRId32 " is missing", group, absent);
 }
 
 static void describe_lost(pairing *m, const char *group, int32_t seat, const tb__peer *peer) {
@@ -155,7 +166,7 @@ static bool has_lost_member(pairing *m, const char *group, const tb__roster *ros
     return false;
 }
 
-/* Checks whether all ranks of a side have requested the pair, and stores what they agree on. */
+/* Checks whether all ranks of a side have requested the pair, and stores what they agree on, while it is being made. */
 static tb_status check_side_complete(pairing *m, const tb__notes *notes, int side, bool *is_complete) {
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
@@ -171,13 +182,34 @@ static tb_status check_side_complete(pairing *m, const tb__notes *notes, int sid
             describe_absent(m, notes, s->group, roster.size);
     } else if (has_lost_member(m, s->group, &roster)) {
         *is_complete = false;
-    } else {
+    }
+    m->sizes[side] = roster.size;
+    m->has_layout[side] = agreed.layout && tb__pair_has_layout(agreed.layout);
+    if (*is_complete && !m->only_looks) {
         s->size = roster.size;
         free(s->layout);
         s->layout = tb__strdup(agreed.layout);
     }
     tb__roster_fini(&roster);
-    return *is_complete && !s->layout ? TB_NO_MEMORY : TB_OK;
+    return *is_complete && !m->only_looks && !s->layout ? TB_NO_MEMORY : TB_OK;
+}
+
+/* Without layouts, seat i sends to seat i. */
+static tb_status check_sides_match(pairing *m) {
+    const tb__pair_side *s = m->pair->sides;
+    int without = m->has_layout[0];
+    tb_status status = TB_OK;
+    if (m->has_layout[0] != m->has_layout[1])
+        status = tb__fail(TB_CONFLICT,
+                          "pair '%s': group '%s' has made it without a layout, and group '%s' with one; without one, "
+                          "seat i sends to seat i, and neither side has any",
+                          m->pair->name, s[without].group, s[!without].group);
+    else if (!m->has_layout[0] && m->sizes[0] != m->sizes[1])
+        status = tb__fail(TB_CONFLICT,
+                          "pair '%s' has no layouts, so that seat i sends to seat i, but group '%s' has %" PRId32
+                          " ranks and group '%s' %" PRId32,
+                          m->pair->name, s[0].group, m->sizes[0], s[1].group, m->sizes[1]);
+    return status == TB_OK ? TB_OK : add_subject(m, add_subject(m, status, s[0].group, 0), s[1].group, 0);
 }
 
 static bool check_cancelled(pairing *m) {
@@ -192,14 +224,18 @@ static bool is_pairing_over(void *arg) {
     return m->pair->is_connected || check_cancelled(m);
 }
 
-static bool check_requests(void *arg) {
-    pairing *m = arg;
+/* By the notes and rosters that this process knows. */
+static bool evaluate_requests(pairing *m) {
     m->status = TB_OK;
-    if (is_pairing_over(m))
-        return true;
     tb__notes notes;
     bool is_complete[2] = {false, false};
     m->missing[0] = '\0';
+    m->is_complete = false;
+    if (!tb__directory_is_current(m->pair->world->directory)) { /* notes of an earlier pair of this name */
+        snprintf(m->missing, sizeof m->missing, "the first rank of group '%.100s' has not told that all have come",
+                 m->pair->sides[m->pair->side].group);
+        return false;
+    }
     m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
     if (m->status != TB_OK)
         return true;
@@ -219,10 +255,106 @@ static bool check_requests(void *arg) {
         m->status = check_side_complete(m, &notes, side, &is_complete[side]);
     tb__notes_fini(&notes);
     m->is_complete = is_complete[0] && is_complete[1];
+    if (m->status == TB_OK && m->is_complete)
+        m->status = check_sides_match(m);
     return m->status != TB_OK || m->is_complete;
 }
 
+static bool check_requests(void *arg) {
+    return is_pairing_over(arg) || evaluate_requests(arg);
+}
+
+/* ---- Hints ------------------------------------------------------------------------------------------------------ */
+
+static uint64_t hash_bytes(uint64_t hash, const void *data, size_t nbytes) {
+    for (size_t i = 0; i < nbytes; i++)
+        hash = tb__hash(hash, ((const unsigned char *)data)[i]);
+    return hash;
+}
+
+/* Who makes the pair, how, and at which store, and why it can't be made; 0 while ranks are missing and nobody
+ * disagrees. A rank that has come again finds out by the change that a refusal is still in force. */
+static uint64_t hash_state(tb_pair *pair) {
+    pairing m = {.pair = pair, .only_looks = true};
+    tb__notes notes;
+    tb__roster roster;
+    uint64_t hash = tb__directory_store_number(pair->world->directory);
+    evaluate_requests(&m);
+    if (m.status != TB_OK)
+        hash = hash_bytes(hash, tb_error_detail(), strlen(tb_error_detail()));
+    else if (!m.is_complete)
+        return 0;
+    if (tb__directory_notes(pair->world->directory, pair->name, &notes) != TB_OK)
+        return 0;
+    for (size_t i = 0; i < notes.count; i++)
+        hash = hash_bytes(hash, notes.item[i].data, notes.item[i].nbytes);
+    tb__notes_fini(&notes);
+    for (int side = 0; side < 2; side++) {
+        if (tb__directory_roster(pair->world->directory, pair->sides[side].group, &roster) != TB_OK)
+            return 0;
+        for (int32_t i = 0; i < roster.size; i++)
+            hash = tb__hash(tb__hash(hash, (uint64_t)roster.member[i].rank), roster.member[i].incarnation);
+        tb__roster_fini(&roster);
+    }
+    return hash | 1;
+}
+
+static void send_hint(const tb_pair *pair, uint64_t state) {
+    if (tb__directory_hint(pair->world->directory, pair->name, pair->sides[pair->side].group, state, HINT_MS) != TB_OK)
+        tb__log(TB_LOG_INFO, "the ranks of pair '%s' do not hear that it has changed: %s", pair->name,
+                tb_error_detail());
+}
+
+/* The first pair of this process as a lead whose state the others do not know. */
+static bool find_changed_pair(tb_world *world, char *name, char *group, uint64_t *state) {
+    bool is_found = false;
+    tb__loop_lock(world->loop);
+    for (tb_pair *pair = world->pairs; pair && !is_found; pair = pair->next) {
+        if (pair->index != 0 || (*state = hash_state(pair)) == pair->hinted)
+            continue;
+        is_found = true;
+        snprintf(name, TB__DIRECTORY_MAX_NAME + 1, "%s", pair->name);
+        snprintf(group, TB__DIRECTORY_MAX_NAME + 1, "%s", pair->sides[pair->side].group);
+    }
+    tb__loop_unlock(world->loop);
+    return is_found;
+}
+
+static void set_hinted(tb_world *world, const char *name, const char *group, uint64_t state) {
+    tb__loop_lock(world->loop);
+    for (tb_pair *pair = world->pairs; pair; pair = pair->next) {
+        if (strcmp(pair->name, name) == 0 && strcmp(pair->sides[pair->side].group, group) == 0)
+            pair->hinted = state;
+    }
+    tb__loop_unlock(world->loop);
+}
+
+/* A store that does not answer is asked again; one that is lost, when it is back, by the next call. */
+void tb__pairs_hint(tb_world *world) {
+    char name[TB__DIRECTORY_MAX_NAME + 1], group[TB__DIRECTORY_MAX_NAME + 1];
+    uint64_t state;
+    tb_status status = TB_OK;
+    while ((status == TB_OK || status == TB_TIMEOUT) && find_changed_pair(world, name, group, &state)) {
+        status = tb__directory_hint(world->directory, name, group, state, HINT_MS);
+        if (status == TB_OK)
+            set_hinted(world, name, group, state);
+        else
+            tb__log(TB_LOG_INFO, "the ranks of pair '%s' do not hear that it has changed: %s", name, tb_error_detail());
+    }
+}
+
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
+
+/* Whether this rank is connected with the peer in this seat as long as the pair exists: a lead, the first rank of a
+ * side, is with all ranks of its side and with the other lead; between machines with those of the other side, too,
+ * because a rank may leave after its first message to them, and network transports may lose what is sent over a
+ * connection that has just begun. Over transports with `reports_strangers`, others are connected when there is
+ * something to send. */
+static bool is_in_touch(const tb_pair *pair, int side, int32_t seat) {
+    const tb__peer *peer = pair->sides[side].peers[seat];
+    bool is_one_lead = seat == 0 || pair->index == 0, are_both = seat == 0 && pair->index == 0;
+    return are_both || (is_one_lead && (side == pair->side || !peer->transport->ops->is_local));
+}
 
 /* `has_gaps`: ranks are missing that were present a moment ago: they are gone, or the store was restarted and does not
  * know them yet. */
@@ -236,7 +368,9 @@ static tb_status connect_side(pairing *m, int side, bool *has_gaps) {
     s->peers = *has_gaps ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
     tb_status status = s->peers || *has_gaps ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < s->size && status == TB_OK && !*has_gaps; i++) {
-        status = tb__world_connect(pair->world, s->group, &roster, i, &s->peers[i]);
+        status = tb__world_meet(pair->world, s->group, &roster, i, &s->peers[i]);
+        if (status == TB_OK && is_in_touch(pair, side, i))
+            status = tb__peer_open(s->peers[i]);
         if (tb__is_refusal(status)) { /* others will read the message, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
@@ -309,7 +443,7 @@ static tb_status ping_side(tb_pair *pair, const tb__pair_side *s) {
         const tb__member *at = &roster.member[i];
         tb__peer *peer = s->peers[i];
         if (!peer->is_lost && at->rank == peer->rank && at->incarnation == peer->incarnation)
-            status = tb__world_connect(pair->world, s->group, &roster, i, &peer);
+            status = tb__world_meet(pair->world, s->group, &roster, i, &peer);
     }
     tb__roster_fini(&roster);
     return status;
@@ -330,22 +464,29 @@ tb_status tb__pair_ping(tb_pair *pair, int64_t deadline_ms, const atomic_bool *c
     return status == TB_OK ? m.status : status;
 }
 
-static tb_status publish_request(tb_pair *pair, const char *layout, int64_t deadline_ms) {
+/* In canonical form, since layouts are compared as text. */
+static tb_status format_layout(const tb_pair *pair, const char *layout, char **out) {
     tb_layout *parsed;
     char *canonical;
+    if (!layout)
+        return (*out = tb__strdup(TB__NO_LAYOUT)) ? TB_OK : TB_NO_MEMORY;
     TB_TRY(tb_layout_parse(layout, &parsed));
     tb_status status = tb_layout_format(parsed, &canonical);
     const tb__membership *seat = tb__world_find_membership(pair->world, pair->sides[pair->side].group);
-    for (int32_t i = 0; status == TB_OK && i < tb_layout_nranks(parsed); i++) {
-        if (tb_layout_rank_at(parsed, i) >= seat->size) {
-            free(canonical);
-            status = tb__fail(TB_INVALID, "the layout names rank %" PRId32 " of group '%s', which has %" PRId32,
-                              tb_layout_rank_at(parsed, i), seat->group, seat->size);
-        }
+    int32_t beyond = tb__layout_rank_from(parsed, seat->size);
+    if (status == TB_OK && beyond != TB_NO_RANK) {
+        free(canonical);
+        status = tb__fail(TB_INVALID, "the layout names rank %" PRId32 " of group '%s', which has %" PRId32, beyond,
+                          seat->group, seat->size);
     }
     tb_layout_destroy(parsed);
-    TB_TRY(status);
-    pair->sides[pair->side].layout = canonical;
+    if (status == TB_OK)
+        *out = canonical;
+    return status;
+}
+
+static tb_status publish_request(tb_pair *pair, const char *layout, int64_t deadline_ms) {
+    TB_TRY(format_layout(pair, layout, &pair->sides[pair->side].layout));
     return tb__pair_publish(pair, pair->round, &(tb__pair_refusal){0}, "", deadline_ms);
 }
 
@@ -366,12 +507,14 @@ void tb__world_set_workers(tb_world *world) {
 
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room) {
     *out = '\0';
+    (void)tb__directory_follow_all(world->directory, HINT_MS);
     tb__loop_lock(world->loop);
     for (tb_pair *p = world->pairs; p; p = p->next) {
         pairing m = {.pair = p};
         if (strcmp(p->name, name) != 0 || p->is_connected)
             continue;
-        check_requests(&m);
+        if (!check_cancelled(&m))
+            evaluate_requests(&m);
         snprintf(out, room, "%s", m.status == TB_OK ? m.missing : tb_error_detail());
         break;
     }
@@ -381,16 +524,19 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
 /* Waits until check_requests is true; false at the deadline. */
 static bool wait_for_others(pairing *m, int64_t deadline_ms) {
     tb__loop *loop = m->pair->world->loop;
-    for (;;) {
-        int64_t ask_ms = tb__now_ms() + ASK_MS;
+    for (int64_t delay_ms = ASK_MS;; delay_ms *= 2) {
+        int64_t ask_ms = tb__now_ms() + delay_ms;
         if (tb__loop_wait(loop, check_requests, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
             return true;
         int left_ms = tb__ms_until(deadline_ms);
-        if (left_ms == 0)
-            return false;
         tb__loop_unlock(loop);
-        tb__directory_probe_store(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
+        if (left_ms == 0) /* to name who is missing */
+            (void)tb__directory_follow_all(m->pair->world->directory, HINT_MS);
+        else
+            tb__directory_probe_store(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
         tb__loop_lock(loop);
+        if (left_ms == 0)
+            return check_requests(m);
     }
 }
 
@@ -424,6 +570,8 @@ tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool
         m.refusal.status = status;
         /* if this fails, the others find the disagreement themselves, or time out */
         tb__pair_publish(pair, m.last_round, &m.refusal, why.text, deadline_ms);
+        if (pair->index == 0)
+            send_hint(pair, hash_bytes(m.last_round, why.text, strlen(why.text)) | 1);
         status = tb__fail(status, "%s", why.text);
     }
     if (status == TB_OK)
@@ -481,8 +629,6 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
     int64_t deadline_ms = tb__world_deadline(world, o.timeout_ms);
     TB_TRY(tb__world_check_name("pair", name));
     TB_TRY(tb__world_check_name("group", remote_group));
-    if (!layout)
-        return tb__fail(TB_INVALID, "pair '%s' needs this side's layout", name);
     tb__loop_lock(world->loop); /* seats may be added meanwhile */
     const char *group = o.group ? o.group : world->memberships.item[0].group;
     const tb__membership *found = tb__world_find_membership(world, group);
@@ -495,9 +641,12 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
     tb_pair *pair = tb__calloc(1, sizeof *pair);
     if (!pair)
         return TB_NO_MEMORY;
+    pair->ops = &tb__local_ops;
     pair->world = world;
     pair->refs = 1;
     pair->side = strcmp(group, remote_group) > 0;
+    static atomic_uint last_serial;
+    pair->serial = atomic_fetch_add(&last_serial, 1) + 1;
     pair->index = seat.index;
     pair->size = seat.size;
     pair->name = tb__strdup(name);
@@ -511,6 +660,9 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
         return status;
     }
     status = publish_request(pair, layout, deadline_ms);
+    /* Afterwards: ranks that find a lead's request rely on its hints from then on. */
+    if (status == TB_OK && pair->index == 0)
+        (void)tb__directory_follow_all(world->directory, tb__ms_until(deadline_ms));
     if (status == TB_OK && !o.no_wait)
         status = tb__pair_connect(pair, deadline_ms, cancelled);
     if (status != TB_OK) {
@@ -526,8 +678,8 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
     return TB_OK;
 }
 
-tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                         const tb_pair_opts *opts, tb_pair **out) {
+tb_status tb__local_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                                const tb_pair_opts *opts, tb_pair **out) {
     TB_TRY(tb__world_check(world, "world"));
     return tb__pair_create_cancellable(world, name, remote_group, layout, opts, NULL, out);
 }
@@ -566,9 +718,7 @@ void tb__pair_unref(tb_pair *pair) {
         free_pair(pair);
 }
 
-void tb_pair_destroy(tb_pair *pair) {
-    if (!pair)
-        return;
+void tb__local_pair_destroy(tb_pair *pair) {
     tb_world *world = pair->world;
     if (tb__world_is_inherited(world)) {
         if (tb__world_was_unlocked(world))

@@ -27,6 +27,7 @@ static bool unpack_note(const tb__note *from, tb__pair_note *out) {
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
     out->round = tb__unpack_u32(&u);
+    (void)tb__unpack_u32(&u); /* the serial number, which makes a repeated request a change */
     out->why = tb__unpack_string(&u);
     return unpack_refusal(&u, &out->refusal) && tb__unpack_is_done(&u);
 }
@@ -35,12 +36,18 @@ bool tb__pair_read_request(const tb__note *from, tb__pair_note *out) {
     return unpack_note(from, out) && out->refusal.status == TB_OK;
 }
 
+bool tb__pair_is_request(const tb__note *from) {
+    tb__pair_note unused;
+    return tb__pair_read_request(from, &unused);
+}
+
 tb_status tb__pair_publish(const tb_pair *pair, uint32_t round, const tb__pair_refusal *refusal, const char *why,
                            int64_t deadline_ms) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, pair->sides[pair->side].layout);
     tb__pack_u32(&pack, round);
+    tb__pack_u32(&pack, pair->serial);
     tb__pack_string(&pack, why);
     tb__pack_status(&pack, refusal->status);
     tb__pack_u32(&pack, (uint32_t)refusal->nsubjects);

@@ -257,7 +257,6 @@ static void mistakes(rank *r) {
     check_fails(tb_pair_create(r->world, "p\n", "b", ROWS, NULL, &pair), TB_INVALID, "control characters");
     check_fails(tb_pair_create(r->world, "p", NULL, ROWS, NULL, &pair), TB_INVALID, "a group needs a name");
     check_fails(tb_pair_create(r->world, "p", "a", ROWS, NULL, &pair), TB_INVALID, "'a' can't be both of them");
-    check_fails(tb_pair_create(r->world, "p", "b", NULL, NULL, &pair), TB_INVALID, "pair 'p' needs this side's layout");
     check_fails(tb_pair_create(r->world, "p", "b", "mesh=2 place=X", NULL, &pair), TB_INVALID, "X");
     check_fails(tb_pair_create(r->world, "p", "b", "mesh=3 place=S0", NULL, &pair), TB_INVALID,
                 "the layout names rank 2 of group 'a', which has 2");

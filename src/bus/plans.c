@@ -51,6 +51,7 @@ static tb_status pack_spec(tb__pack *key, packed_layouts *known, const tb_tensor
     tb__pack_u32(key, spec->group);
     tb__pack_i64(key, spec->band);
     tb__pack_u32(key, spec->coded);
+    tb__pack_u32(key, spec->whole);
     tb__pack_u64(key, (uint64_t)(uintptr_t)spec->coded_nbytes);
     TB_TRY(pack_layout(key, known, spec->src));
     return pack_layout(key, known, spec->dst);
@@ -195,7 +196,7 @@ void tb__plans_query(const tb_world *world, tb__plans_state *out) {
     tb__loop_unlock(world->loop);
 }
 
-uint64_t tb_world_plan_bytes(const tb_world *world) {
+uint64_t tb__local_world_plan_bytes(const tb_world *world) {
     tb__plans_state state;
     if (tb__world_check(world, "world") != TB_OK)
         return 0;
@@ -203,7 +204,7 @@ uint64_t tb_world_plan_bytes(const tb_world *world) {
     return state.nbytes;
 }
 
-void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
+void tb__local_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
     *hits = *misses = 0;
     if (tb__world_check(world, "world") != TB_OK)
         return;

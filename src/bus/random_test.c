@@ -1,14 +1,18 @@
 /* Random batches between real processes, which meet in a store. The first process only watches. In a test bed the
- * workers are dealt out to its hosts. */
+ * workers are dealt out to its hosts. With TB_AGENTS each process has an agent of its own, which is a process, too: the
+ * tool in $TENSORBUS. */
 #include "tensorbus/tensorbus.h"
 
 #include "../tests/support/hosts.h"
 #include "../tests/support/random_case.h"
 #include "../tests/support/random_worker.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <spawn.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -23,11 +27,11 @@
 #include <cmocka.h>
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-enum { USUAL_CASES = 150, HOSTS_CASES = 100 };
+enum { USUAL_CASES = 150, HOSTS_CASES = 100, AGENTS_CASES = 50 };
 #elif defined(TB_SLOW_DEVICE) /* with TB_CASES=500 as many as on the host */
-enum { USUAL_CASES = 100, HOSTS_CASES = 100 };
+enum { USUAL_CASES = 100, HOSTS_CASES = 100, AGENTS_CASES = 50 };
 #else
-enum { USUAL_CASES = 500, HOSTS_CASES = 200 };
+enum { USUAL_CASES = 500, HOSTS_CASES = 200, AGENTS_CASES = 150 };
 #endif
 
 enum { NWORKERS = 8, WATCH_MS = 90000 };
@@ -66,7 +70,10 @@ static bool is_first_to_fail(void) {
     return !atomic_exchange(&shared->is_over, true);
 }
 
+static void stop_agent(void);
+
 static _Noreturn void give_up(void) {
+    stop_agent();
     _exit(1);
 }
 
@@ -85,15 +92,71 @@ static void barrier(void) {
     }
 }
 
+/* ---- The agent of a worker ------------------------------------------------------------------------------------- */
+
+static bool has_agents;
+static pid_t agent;
+static char agent_path[96];
+
+static tb_status start_agent(const char *group, int32_t seat, int32_t nseats, const char *host) {
+    extern char **environ;
+    char rank[16], size[16];
+    const char *tool = getenv("TENSORBUS");
+    snprintf(rank, sizeof rank, "%d", (int)seat);
+    snprintf(size, sizeof size, "%d", (int)nseats);
+    snprintf(agent_path, sizeof agent_path, "%.60s.%d", store_url + strlen("unix:"), number);
+    const char *argv[] = {tool,
+                          "agent",
+                          "--name",
+                          group,
+                          "--rank",
+                          rank,
+                          "--size",
+                          size,
+                          "--store",
+                          store_url,
+                          "--socket",
+                          agent_path,
+                          "--timeout",
+                          "60",
+                          "--workers",
+                          "1",
+                          "--transport",
+                          "shm",
+                          host ? "--host" : NULL,
+                          host,
+                          NULL};
+    posix_spawn_file_actions_t files;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_addopen(&files, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+    int error = tool ? posix_spawn(&agent, tool, &files, NULL, (char **)(uintptr_t)argv, environ) : ENOENT;
+    posix_spawn_file_actions_destroy(&files);
+    return error == 0 ? TB_OK : tb_error_set(TB_IO, strerror(error));
+}
+
+static void stop_agent(void) {
+    if (agent <= 0)
+        return;
+    kill(agent, SIGTERM);
+    waitpid(agent, NULL, 0);
+    agent = 0;
+}
+
 static tb_status join(const char *group, int32_t seat, int32_t nseats, const char *host, tb_world **out) {
     const char *transport = getenv("TB_TRANSPORT");
     tb_world_opts opts = {.size = sizeof opts,
+                          .token = hosts_count() ? hosts_token : NULL,
                           .timeout_ms = RANDOM_PATIENCE_MS,
                           .transport = transport       ? transport
                                        : hosts_count() ? "auto"
                                                        : "shm",
                           .host = hosts_count() ? NULL : host};
-    return tb_world_join(store_url, group, seat, nseats, &opts, out);
+    if (!has_agents)
+        return tb_world_join(store_url, group, seat, nseats, &opts, out);
+    char url[sizeof agent_path + 8];
+    tb_status status = start_agent(group, seat, nseats, host);
+    snprintf(url, sizeof url, "agent:%s", agent_path);
+    return status == TB_OK ? tb_world_join(url, group, seat, nseats, &opts, out) : status;
 }
 
 static void work(uint64_t seed, int64_t ncases) {
@@ -103,6 +166,8 @@ static void work(uint64_t seed, int64_t ncases) {
                         .nworkers = NWORKERS,
                         .barrier = barrier,
                         .join = join,
+                        .leave = stop_agent,
+                        .has_agents = has_agents,
                         .at = at,
                         .is_first_to_fail = is_first_to_fail,
                         .give_up = give_up};
@@ -168,7 +233,8 @@ static void random_batches_between_processes(void **state) {
     char folder[] = "/tmp/tb-random-XXXXXX", path[64], url[80];
     pid_t pids[NWORKERS];
     uint64_t seed = test_seed();
-    int64_t ncases = test_cases(hosts_count() ? HOSTS_CASES : USUAL_CASES);
+    has_agents = getenv("TB_AGENTS");
+    int64_t ncases = test_cases(hosts_count() ? HOSTS_CASES : has_agents ? AGENTS_CASES : USUAL_CASES);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     assert_true(shared != MAP_FAILED);
     assert_non_null(mkdtemp(folder));

@@ -14,7 +14,8 @@ typedef enum home { SHARED, PRIVATE, DEVICE, UNSHAREABLE } home;
 typedef struct kind {
     const char *name;
     home at_sender, at_receiver;
-    const char *why; /* it is staged; NULL: it is not */
+    const char *why; /* it is staged: "S" or "R", whether the sender or a receiver can't reach it, and what follows that
+                        rank in the reason; NULL: it is not staged */
     bool is_read;    /* not mapped */
 } kind;
 
@@ -56,11 +57,22 @@ static void fini_tensor(const rank *r, const kind *k, part *p) {
 
 static void describe(const rank *r, const kind *k, char *out, size_t room) {
     if (k->why)
-        snprintf(out, room, is_a(r) ? ", staged (%s" : ", copy, staged (%s", k->why);
+        snprintf(out, room, is_a(r) ? ", staged (rank " : ", copy, staged (rank ");
     else if (is_a(r))
         snprintf(out, room, ", read in place, ");
     else
         snprintf(out, room, ", direct, %s, ", k->is_read ? "not mapped" : "mapped");
+}
+
+/* The dump begins with the rank whose it is; the reason, with that which can't reach the tensor. */
+static bool names_right_rank(const rank *r, const kind *k, const char *dump, const char *reason) {
+    const char *own = strstr(dump, ", rank ");
+    char *end;
+    if (!k->why)
+        return true;
+    long named = strtol(reason, &end, 10);
+    bool is_own = is_a(r) == (k->why[0] == 'S');
+    return own && (named == strtol(own + strlen(", rank "), NULL, 10)) == is_own && strstr(end, k->why + 1) == end;
 }
 
 static void check_dump(const rank *r, tb_batch *batch, const kinds *all) {
@@ -71,7 +83,7 @@ static void check_dump(const rank *r, tb_batch *batch, const kinds *all) {
         const char *line = strstr(dump, name), *end = line ? strchr(line, '\n') : NULL;
         describe(r, &all->item[i], words, sizeof words);
         const char *how = line ? strstr(line, words) : NULL;
-        if (!end || !how || how > end)
+        if (!end || !how || how > end || !names_right_rank(r, &all->item[i], dump, how + strlen(words)))
             fails(__FILE__, __LINE__, all->item[i].name, dump);
     }
     free(dump);
@@ -133,9 +145,8 @@ static void test_each_tensor_for_itself(void **state) {
         {"both_on_device", DEVICE, DEVICE, NULL, false},
         {"from_device", DEVICE, SHARED, NULL, false},
         {"to_device", SHARED, DEVICE, NULL, false},
-        {"private_to_device", PRIVATE, DEVICE, "its memory can't be mapped, and a device would have to read it)",
-         false},
-        {"unshareable", UNSHAREABLE, DEVICE, "memory of device slow at ", false},
+        {"private_to_device", PRIVATE, DEVICE, "R can't map its memory, and device slow would have to read it)", false},
+        {"unshareable", UNSHAREABLE, DEVICE, "S can't share it: memory of device slow at ", false},
         {"private", PRIVATE, SHARED, NULL, true},
         {"shared", SHARED, SHARED, NULL, false},
     };
@@ -146,7 +157,7 @@ static void test_each_tensor_for_itself(void **state) {
 static void test_device_that_is_not_used(void **state) {
     (void)state;
     static const kind all[] = {
-        {"device", DEVICE, SHARED, "this rank has no memory on device slow)", false},
+        {"device", DEVICE, SHARED, "R can't map it: it has no memory of its own on device slow)", false},
         {"shared", SHARED, SHARED, NULL, false},
     };
     run_kinds(all, sizeof all / sizeof *all);
@@ -158,8 +169,10 @@ static void fail_calls(rank *r) {
         slow_device_call call;
         kind kind;
     } faults[] = {
-        {SLOW_DEVICE_MAP, {"w", DEVICE, DEVICE, "map of the slow device fails, as the test wants)", false}},
-        {SLOW_DEVICE_SHARE, {"w", DEVICE, DEVICE, "share of the slow device fails, as the test wants)", false}},
+        {SLOW_DEVICE_MAP,
+         {"w", DEVICE, DEVICE, "R can't map it: map of the slow device fails, as the test wants)", false}},
+        {SLOW_DEVICE_SHARE,
+         {"w", DEVICE, DEVICE, "S can't share it: share of the slow device fails, as the test wants)", false}},
         {SLOW_DEVICE_NCALLS, {"w", DEVICE, DEVICE, NULL, false}},
     };
     part w;

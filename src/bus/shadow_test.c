@@ -1,5 +1,5 @@
 /* Versions: who has which, when the tensors change, what a failure leaves behind, and what is done about a doubt. What
- * happens when processes are killed is in shadow_kill_test.c. */
+ * happens when processes are killed is in version_kill_test.c. */
 #include "bus/bus_test.h"
 
 #include "bus/store/server.h"

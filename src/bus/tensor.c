@@ -1,9 +1,12 @@
 /* Adds a tensor: applies its view to the stored tensor, binds this rank's part, and finds its padding. */
 #include "bus/exchange.h"
 
+#include "device/host/memory.h"
+#include "layout/layout.h"
 #include "layout/overlap.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 void tb__added_tensor_fini(tb__added_tensor *t) {
@@ -15,12 +18,11 @@ void tb__added_tensor_fini(tb__added_tensor *t) {
 }
 
 static tb_status check_layout_seats(const tb_pair *pair, const tb_layout *layout) {
-    for (int32_t i = 0; i < tb_layout_nranks(layout); i++) {
-        if (tb_layout_rank_at(layout, i) >= pair->size)
-            return tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32,
-                            tb_layout_rank_at(layout, i), pair->sides[pair->side].group, pair->size);
-    }
-    return TB_OK;
+    int32_t beyond = tb__layout_rank_from(layout, pair->size);
+    if (beyond == TB_NO_RANK)
+        return TB_OK;
+    return tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32, beyond,
+                    pair->sides[pair->side].group, pair->size);
 }
 
 static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out) {
@@ -36,6 +38,11 @@ static tb_status find_device(tb__added_tensor *t, const tb_tensor *given, const 
     TB_TRY(tb__world_check_memory(world, given->memory, address, nbytes));
     tb__memory memory;
     tb__device *device = tb__loop_find_memory(world->loop, address, nbytes, &memory);
+    if (device->ops == &tb__host_device_ops) { /* or it is not all in one memory */
+        device = tb__loop_find_memory(world->loop, address, 1, &memory);
+        TB_TRY(device->ops == &tb__host_device_ops ? tb__memory_check_mapped(address, nbytes)
+                                                   : tb__device_check_extent(device, address, nbytes));
+    }
     if (device->ops == &tb__host_device_ops) {
         t->is_on_host = true;
     } else {
@@ -118,10 +125,12 @@ static tb_status init_binding(tb__added_tensor *t, const tb_tensor *given, const
     return status == TB_OK && t->encode && !is_outside ? init_encoded(t, given, &mine) : status;
 }
 
-static tb_status set_conversion(tb__added_tensor *t, const tb_tensor *given, const tb_transform *transform) {
+static tb_status set_conversion(tb__added_tensor *t, const char *name, const tb_tensor *given,
+                                const tb_transform *transform) {
     tb__encoding encoding; /* checked on ranks without a part, too */
     t->is_transformed =
-        transform && (!transform->should_transform || transform->should_transform(transform->arg, t->name));
+        transform && (!transform->should_transform || transform->should_transform(transform->arg, name));
+    t->is_whole = t->is_transformed && transform->whole;
     if (given->encode) {
         TB_TRY(tb__encoding_parse(given->encode, &encoding));
         if (given->scale_group && *given->scale_group && !tb__encoding_is_global(&encoding))
@@ -140,14 +149,25 @@ static tb_status set_conversion(tb__added_tensor *t, const tb_tensor *given, con
 /* Layouts are compared as text, so they are stored in canonical form. */
 static tb_status set_tensor_layout(tb__added_tensor *t, const tb_tensor *given, tb_layout **out) {
     tb_layout *layout;
-    TB_TRY(tb_layout_parse(given->layout ? given->layout : t->pair->sides[t->pair->side].layout, &layout));
-    tb_status status = given->layout ? tb_layout_format(layout, &t->layout) : TB_OK;
+    const char *pairs = t->pair->sides[t->pair->side].layout;
+    TB_TRY(given->layout ? tb_layout_parse(given->layout, &layout)
+                         : tb__pair_layout_parse(pairs, t->pair->index, &layout));
+    tb_status status = given->layout || !tb__pair_has_layout(pairs) ? tb_layout_format(layout, &t->layout) : TB_OK;
     if (status != TB_OK) {
         tb_layout_destroy(layout);
         return status;
     }
     *out = layout;
     return TB_OK;
+}
+
+/* A seat's own tensor has its seat in its name. */
+static tb_status set_name(tb__added_tensor *t, const char *name, bool is_own) {
+    size_t room = strlen(name) + 16;
+    t->name = tb__malloc(room, 1);
+    if (t->name)
+        snprintf(t->name, room, is_own ? "%s@%" PRId32 : "%s", name, t->pair->index);
+    return t->name ? TB_OK : TB_NO_MEMORY;
 }
 
 tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *name, const tb_tensor *given,
@@ -165,8 +185,10 @@ tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *
     TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
     tb_layout *layout; /* in seats */
     TB_TRY(set_tensor_layout(t, given, &layout));
-    t->name = tb__strdup(name);
-    tb_status status = t->name ? set_conversion(t, given, transform) : TB_NO_MEMORY;
+    bool is_own = !given->layout && !tb__pair_has_layout(pair->sides[pair->side].layout);
+    tb_status status = set_conversion(t, name, given, transform);
+    if (status == TB_OK)
+        status = set_name(t, name, is_own);
     if (status == TB_OK)
         status = init_binding(t, given, layout);
     tb_layout_destroy(layout);

@@ -22,7 +22,7 @@ void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added
         tb__pack_string(pack, t->layout ? t->layout : "");
         tb__pack_string(pack, t->encode ? t->encode : "");
         tb__pack_string(pack, t->scale_group ? t->scale_group : "");
-        tb__pack_u32(pack, t->is_transformed);
+        tb__pack_u32(pack, (uint32_t)t->is_transformed | (uint32_t)t->is_whole << 1);
     }
 }
 
@@ -72,7 +72,10 @@ static void unpack_tensor(tb__unpack *u, tb__tensor_description *t) {
     t->layout = *layout ? layout : NULL;
     t->encode = *encode ? encode : NULL;
     t->scale_group = *scale_group ? scale_group : NULL;
-    t->is_transformed = tb__unpack_u32(u) != 0;
+    uint32_t transform = tb__unpack_u32(u);
+    u->failed |= transform > 3 || transform == 2;
+    t->is_transformed = transform & 1;
+    t->is_whole = transform & 2;
     u->failed |= t->encode && tb__encoding_parse(t->encode, &t->encoding) != TB_OK;
     u->failed |= tb_shape_size(&t->shape, t->dtype, NULL, NULL) != TB_OK;
 }

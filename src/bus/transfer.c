@@ -2,7 +2,6 @@
 #include "bus/transfer_inside.h"
 
 #include "base/descriptors.h"
-#include "base/opts.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -44,6 +43,10 @@ static void finish_transfer(tb_transfer *t) {
     t->ended = tb__seconds();
     t->task.deadline_ms = INT64_MAX;
     tb__batch_update_version(t->batch);
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].engine)
+            tb__engine_end(t->parts[i].engine);
+    }
     for (size_t i = 0; i < t->nparts; i++)
         tb__exchange_report_loss(t->parts[i].exchange);
 }
@@ -56,8 +59,8 @@ static void abort_at_deadline(tb_transfer *t) {
         char waits[TB__WHY_MAX];
         if (!t->parts[i].flow || !tb__transfer_leg(t, i)->is_under_way)
             continue;
-        if (t->parts[i].commit)
-            t->parts[i].commit->may_proceed = t->parts[i].commit->is_late = true;
+        if (t->parts[i].engine)
+            t->parts[i].engine->commit.may_proceed = t->parts[i].engine->commit.is_late = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
         (void)tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s%s",
                        t->is_send ? "the sending" : "the receiving", t->batch->name, tb__seconds() - t->begun, waits,
@@ -83,6 +86,33 @@ static unsigned events_of(const tb_transfer *t) {
     return events | (has_good ? others : 0U);
 }
 
+/* With whole_group, when this rank's part has ended: tells the groups' leads, and waits until all ranks have ended
+ * theirs. Whether nothing is waited for any more; then t->status and t->why say how it has ended. */
+static bool is_whole(tb_transfer *t) {
+    tb_transfer_state state;
+    bool is_over = true, is_cancelled = false;
+    if (!t->opts.whole_group)
+        return true;
+    tb__transfer_get_state(t, &state);
+    for (size_t i = 0; i < t->nparts; i++)
+        is_cancelled |= t->parts[i].flow && tb__transfer_leg(t, i)->is_cancelled;
+    for (size_t i = 0; i < t->nparts; i++) { /* several pairs of one group do no harm */
+        tb__engine *group = t->parts[i].flow ? t->parts[i].group : NULL;
+        tb_status status = TB_OK;
+        if (group && !t->has_told)
+            tb__whole_tell(group, t->is_send, state.attempt, t->status, t->why);
+        if (!group || t->status != TB_OK)
+            continue;
+        is_over &= tb__whole_is_over(group, t->is_send, state.attempt, is_cancelled, t->is_late, &status);
+        if (status != TB_OK) {
+            t->status = status;
+            snprintf(t->why, sizeof t->why, "%s", tb_error_detail());
+        }
+    }
+    t->has_told = true;
+    return is_over || t->status != TB_OK;
+}
+
 static void update_events(tb_transfer *t) {
     size_t nopen = 0, nended = 0;
     for (size_t i = 0; i < t->nparts; i++) {
@@ -94,16 +124,21 @@ static void update_events(tb_transfer *t) {
         if (leg->status != TB_OK && !t->failed)
             t->failed = leg;
     }
-    unsigned events = events_of(t);
-    bool has_news = events != t->events || nended != t->nended;
-    t->events = events;
-    tb__transfer_open_gates(t);
-    t->nended = nended;
+    bool is_over = false;
     if (nopen == 0) {
         t->status = t->failed ? t->failed->status : TB_OK;
         snprintf(t->why, sizeof t->why, "%s", t->failed ? t->failed->why : "");
-        finish_transfer(t);
+        is_over = is_whole(t);
     }
+    unsigned events = events_of(t);
+    if (t->opts.whole_group && (!is_over || t->status != TB_OK))
+        events &= ~(unsigned)TB_COMMITTED;
+    bool has_news = events != t->events || nended != t->nended || is_over;
+    t->events = events;
+    tb__transfer_open_gates(t);
+    t->nended = nended;
+    if (is_over)
+        finish_transfer(t);
     if (has_news)
         signal_waiters(t);
 }
@@ -113,7 +148,7 @@ static int64_t next_deadline_ms(const tb_transfer *t) {
     int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
-        const tb__commit_machine *commit = t->parts[i].commit;
+        const tb__commit *commit = t->parts[i].flow && t->parts[i].engine ? &t->parts[i].engine->commit : NULL;
         if (leg && !tb__leg_has_ended(leg) && leg->wake_ms && leg->wake_ms < when_ms)
             when_ms = leg->wake_ms;
         if (commit && commit->wake_ms && commit->wake_ms < when_ms)
@@ -123,7 +158,7 @@ static int64_t next_deadline_ms(const tb_transfer *t) {
 }
 
 static bool step_transfer(tb__task *task) {
-    tb_transfer *t = (tb_transfer *)task;
+    tb_transfer *t = (tb_transfer *)((char *)task - offsetof(tb_transfer, task));
     if (t->has_ended)
         return false;
     uint32_t groups_done = 0;
@@ -134,9 +169,10 @@ static bool step_transfer(tb__task *task) {
         if (!leg)
             continue;
         did |= tb__flow_step(t->parts[i].flow, t->is_send);
-        did |= t->parts[i].commit && tb__commit_step(t->parts[i].commit);
         groups_done += leg->groups_done;
     }
+    for (size_t i = 0; i < t->nparts; i++) /* again for each pair of an engine, which does no harm */
+        did |= t->parts[i].flow && t->parts[i].engine && tb__engine_step(t->parts[i].engine);
     update_events(t); /* always: a leg may have been ended by a message, or by a loss */
     if (!t->has_ended && !t->is_late && tb__now_ms() >= t->deadline_ms) {
         abort_at_deadline(t);
@@ -208,8 +244,6 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     TB_TRY(choose_side(exchange, t->is_send, t->opts.group, &side));
     int src = t->is_send ? side : !side;
     tb__flow *flow = exchange->flows[src];
-    bool is_unknown =
-        tb__commit_outcome_is_unknown(&exchange->commits[0]) || tb__commit_outcome_is_unknown(&exchange->commits[1]);
     bool may_begin = flow && tb__flow_may_begin(flow, t->is_send);
     tb_status status = TB_OK;
     if (t->opts.skip_lost)
@@ -218,14 +252,37 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
         status = tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     else if (flow && !may_begin)
         status = tb__flow_check_loss(flow);
-    if (status == TB_OK && is_unknown)
-        status = tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
-                          exchange->pair->name, t->batch->name);
+    if (status == TB_OK && tb__batch_is_in_doubt(t->batch))
+        status =
+            tb__fail(TB_IN_DOUBT, "whether the last receive of batch '%s' is committed is not known", t->batch->name);
     if (status != TB_OK)
         return t->opts.skip_lost ? skip_part(p, status) : status;
     p->flow = flow;
-    p->commit = !t->is_send && exchange->commits[src].is_used ? &exchange->commits[src] : NULL;
+    p->engine = t->is_send ? NULL : exchange->receives[src].engine;
+    p->group = exchange->receives[!side].engine;
     return t->is_send ? TB_OK : tb__exchange_check_padding(exchange, !side);
+}
+
+/* The group that receives through this part. */
+static const char *engine_name(const tb_transfer *t, const tb__transfer_part *p) {
+    int side = 0;
+    (void)choose_side(p->exchange, t->is_send, t->opts.group, &side); /* has succeeded */
+    return p->exchange->pair->sides[t->is_send ? !side : side].group;
+}
+
+/* An engine receives through all of its pairs, or through none. */
+static tb_status skip_engines(tb_transfer *t) {
+    for (size_t i = 0; i < t->nparts; i++) {
+        for (size_t j = 0; !t->parts[i].flow && j < t->nparts; j++) {
+            tb__transfer_part *other = &t->parts[j];
+            if (!other->flow || strcmp(engine_name(t, other), engine_name(t, &t->parts[i])) != 0)
+                continue;
+            other->flow = NULL;
+            tb__set_detail("%s", t->parts[i].why);
+            TB_TRY(skip_part(other, t->parts[i].status));
+        }
+    }
+    return TB_OK;
 }
 
 /* A shadow is applied when its own flow does not read the tensors any more; other flows may still read them. */
@@ -249,6 +306,7 @@ static tb_status begin_parts(tb_batch *batch, bool is_send, tb__stream_point *po
                         is_send ? "sent" : "received");
     for (size_t i = 0; i < batch->exchanges.count; i++)
         TB_TRY(begin_part(t, batch->exchanges.item[i]));
+    TB_TRY(skip_engines(t));
     for (size_t i = 0; i < t->nparts; i++)
         nflows += t->parts[i].flow != NULL;
     if (nflows == 0)
@@ -260,25 +318,31 @@ static tb_status begin_parts(tb_batch *batch, bool is_send, tb__stream_point *po
             continue;
         tb__flow_set_stream_point(t->parts[i].flow, is_send, point);
         tb__flow_begin(t->parts[i].flow, is_send, batch->nsends, &t->phases);
-        if (t->parts[i].commit)
-            tb__commit_begin(t->parts[i].commit, &t->opts);
+    }
+    for (size_t i = 0; i < t->nparts; i++) {
+        tb__engine *engine = t->parts[i].flow ? t->parts[i].engine : NULL;
+        if (engine && !engine->is_receiving)
+            tb__engine_begin(engine, &t->opts);
     }
     *slot = t;
     tb__loop_add_task(batch->world->loop, &t->task);
     return TB_OK;
 }
 
-/* Asks the store for outcomes that are not known from earlier receives. With skip_lost, a pair whose outcome stays
- * unknown is skipped. What turns out to be committed is written after the point, too. */
-static tb_status resolve_unknown_outcomes(tb_batch *batch, const tb_transfer_opts *opts, tb__stream_point *point,
-                                          int64_t deadline_ms) {
+/* Asks for outcomes that are not known from earlier receives. What turns out to be committed is written after the
+ * point, too. */
+static tb_status resolve_doubts(tb_batch *batch, const tb_transfer_opts *opts, tb__stream_point *point,
+                                int64_t deadline_ms) {
     tb_status status = TB_OK;
-    for (size_t i = 0; i < 2 * batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++) {
-        tb__exchange *exchange = batch->exchanges.item[i / 2];
-        tb__commit_machine *commit = &exchange->commits[i % 2];
-        if (point && tb__commit_outcome_is_unknown(commit))
-            tb__flow_set_stream_point(exchange->flows[i % 2], false, point);
-        status = tb__commit_resolve(commit, deadline_ms, opts);
+    for (size_t i = 0; i < batch->engines.count && (status == TB_OK || opts->skip_lost); i++) {
+        tb__engine *engine = batch->engines.item[i];
+        const tb__engine_part *part;
+        for (size_t j = 0;
+             point && tb__commit_is_in_doubt(&engine->commit) && (part = tb__engine_next_part(engine, &j));) {
+            if (part->is_in)
+                tb__flow_set_stream_point(tb__engine_flow(part), false, point);
+        }
+        status = tb__commit_resolve(&engine->commit, deadline_ms, opts);
     }
     return opts->skip_lost ? TB_OK : status;
 }
@@ -290,12 +354,11 @@ static void free_transfer(tb_transfer *t) {
     free(t);
 }
 
-static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
-    tb_transfer_opts o;
+tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
+    tb_transfer_opts o = *opts;
     TB_TRY(tb__world_check(batch->world, "batch"));
-    TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    if (o.timeout_ms < 0)
-        return tb__fail(TB_INVALID, "timeout_ms can't be negative");
+    if (!is_send) /* a manual world may not have handled the end of an earlier transfer, which must not end this one */
+        tb__loop_progress(batch->world->loop);
     if (o.hold && (is_send || batch->opts.commit != TB_SHADOW))
         return tb__fail(TB_INVALID, "hold is for receiving with TB_SHADOW");
     int64_t deadline_ms = tb__world_deadline(batch->world, o.timeout_ms);
@@ -308,11 +371,12 @@ static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer
     tb__loop_lock(batch->world->loop);
     batch->nstarting++; /* while the lock is free, pairs must not go */
     if (status == TB_OK)
-        status = resolve_unknown_outcomes(batch, &o, point, deadline_ms);
+        status = resolve_doubts(batch, &o, point, deadline_ms);
     tb__batch_update_version(batch);
     batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->exchanges.count * sizeof *t->parts) : NULL;
     if (t) {
+        t->ops = &tb__local_ops;
         t->batch = batch;
         t->is_send = is_send;
         t->opts = o;
@@ -336,28 +400,17 @@ static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer
     return TB_OK;
 }
 
-tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
-    return start_transfer(batch, true, opts, out);
-}
-
-/* A manual world may not have handled earlier messages yet: the end of an earlier transfer must not end this one. */
-tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
-    tb__loop_progress(batch->world->loop);
-    return start_transfer(batch, false, opts, out);
-}
-
 /* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
 
-tb_status tb_proceed(tb_transfer *t) {
+tb_status tb__local_proceed(tb_transfer *t) {
     TB_TRY(tb__transfer_check(t));
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     for (size_t i = 0; i < t->nparts; i++) {
-        if (t->parts[i].commit)
-            t->parts[i].commit->may_proceed = true;
+        if (t->parts[i].engine)
+            t->parts[i].engine->commit.may_proceed = true;
     }
     tb__loop_wake(loop);
     tb__loop_unlock(loop);
@@ -390,7 +443,7 @@ void tb__transfer_begin_cancel(tb_transfer *t) {
     tb__loop_unlock(loop);
 }
 
-void tb_cancel(tb_transfer *t) {
+void tb__local_cancel(tb_transfer *t) {
     if (tb__transfer_check(t) != TB_OK)
         return;
     tb__loop *loop = t->batch->world->loop;
@@ -400,9 +453,7 @@ void tb_cancel(tb_transfer *t) {
     tb__loop_unlock(loop);
 }
 
-void tb_transfer_destroy(tb_transfer *t) {
-    if (!t)
-        return;
+void tb__local_transfer_destroy(tb_transfer *t) {
     tb_batch *batch = t->batch;
     if (!tb__world_is_inherited(batch->world)) {
         tb__loop *loop = batch->world->loop;

@@ -8,9 +8,10 @@
 /* The part of a transfer that goes through one pair. */
 typedef struct tb__transfer_part {
     tb__exchange *exchange;
-    tb__commit_machine *commit; /* of a shadowed receive; otherwise NULL */
-    tb__flow *flow;             /* NULL: it is skipped ... */
-    tb_status status;           /* ... for this reason */
+    tb__engine *engine; /* of a receive; otherwise NULL */
+    tb__engine *group;  /* of this process's own side */
+    tb__flow *flow;     /* NULL: it is skipped ... */
+    tb_status status;   /* ... for this reason */
     char *why;
 } tb__transfer_part;
 
@@ -22,11 +23,13 @@ typedef struct tb__transfer_gate {
 } tb__transfer_gate;
 
 struct tb_transfer {
-    tb__task task; /* first: the loop finds the transfer through it */
+    const tb__bus_ops *ops; /* first */
+    tb__task task;
     tb_batch *batch;
     bool is_send;
     bool has_ended;
     bool is_late;
+    bool has_told;    /* with whole_group: the lead, that this rank's part has ended */
     tb_status status; /* of one that has ended */
     char why[TB__WHY_MAX];
     const tb__leg *failed; /* the first leg that failed; the others go on */

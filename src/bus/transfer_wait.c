@@ -1,8 +1,6 @@
 /* The state of a transfer, and waiting for it. */
 #include "bus/transfer_inside.h"
 
-#include "base/opts.h"
-
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -50,11 +48,17 @@ void tb__transfer_get_state(const tb_transfer *t, tb_transfer_state *out) {
     add_times(t, out);
 }
 
+bool tb__transfer_is_unread(const tb_transfer *t) {
+    tb_transfer_state state;
+    tb__transfer_get_state(t, &state);
+    return state.attempt && !(state.events & TB_RELEASED);
+}
+
 unsigned tb__part_events(const tb_transfer *t, const tb__transfer_part *p) {
     const tb__leg *leg = tb__flow_leg(p->flow, t->is_send);
     return (leg->is_released ? TB_RELEASED : 0U) | (leg->is_arrived ? TB_ARRIVED : 0U) |
            (leg->is_committed ? TB_COMMITTED : 0U) |
-           (p->commit && p->commit->holds && p->commit->is_decided ? TB_DECIDED : 0U);
+           (p->engine && p->engine->commit.holds && p->engine->commit.is_decided ? TB_DECIDED : 0U);
 }
 
 static void clear_news(const tb_transfer *t) {
@@ -62,8 +66,7 @@ static void clear_news(const tb_transfer *t) {
     eventfd_read(t->event, &unused);
 }
 
-tb_status tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
-    TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
+tb_status tb__local_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
     TB_TRY(tb__transfer_check(t));
     tb_transfer_state state;
     tb__loop *loop = t->batch->world->loop;
@@ -73,7 +76,8 @@ tb_status tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
     if (t->status != TB_OK)
         tb__set_detail("%s", t->why);
     tb__loop_unlock(loop);
-    return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
+    *out = state;
+    return TB_OK;
 }
 
 bool tb__transfer_pair_bytes(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
@@ -94,8 +98,7 @@ static const tb__transfer_part *find_pair_part(const tb_transfer *t, const tb_pa
     return NULL;
 }
 
-tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
-    TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
+tb_status tb__local_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
     TB_TRY(tb__transfer_check(t));
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
@@ -116,10 +119,11 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     tb__loop_unlock(loop);
     if (!p)
         return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
-    return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
+    *out = state;
+    return TB_OK;
 }
 
-int tb_transfer_fd(const tb_transfer *t) {
+int tb__local_transfer_fd(const tb_transfer *t) {
     return tb__transfer_check(t) == TB_OK ? t->event : -1;
 }
 
@@ -153,6 +157,13 @@ static void describe_transfer_wait(const tb_transfer *t, char *out, size_t room)
             return;
         }
     }
+    tb_transfer_state state;
+    tb__transfer_get_state(t, &state);
+    for (size_t i = 0; i < t->nparts && t->opts.whole_group && !t->has_ended; i++) {
+        const tb__engine *group = t->parts[i].flow ? t->parts[i].group : NULL;
+        if (group && group->whole.all[t->is_send].number < state.attempt)
+            tb__whole_describe_wait(group, t->is_send, state.attempt, out, room);
+    }
 }
 
 /* Waits for a condition. With the lock held. */
@@ -181,35 +192,10 @@ static void take_groups(tb_transfer *t, uint32_t group) {
     }
 }
 
-/* Fails if a transfer of this kind has no such event. *what is a verb for messages. */
-static tb_status check_event(const tb_transfer *t, tb_event event, const char **what) {
-    static const struct {
-        tb_event event;
-        const char *what;
-        bool of_send, of_recv;
-    } events[] = {{TB_RELEASED, "been released", true, false},
-                  {TB_ARRIVED, "arrived", false, true},
-                  {TB_COMMITTED, "been committed", true, true},
-                  {TB_DECIDED, "been decided", false, true}};
-    for (size_t i = 0; i < sizeof events / sizeof *events; i++) {
-        if (events[i].event != event)
-            continue;
-        if (event == TB_DECIDED && !t->opts.hold)
-            return tb__fail(TB_INVALID, "the transfer was not begun with hold");
-        if (t->is_send ? !events[i].of_send : !events[i].of_recv)
-            return tb__fail(TB_INVALID, "%s",
-                            t->is_send ? "what is sent is released, and does not arrive here"
-                                       : "what is received arrives, and is not released");
-        *what = events[i].what;
-        return TB_OK;
-    }
-    return tb__fail(TB_INVALID, "%d is not an event", (int)event);
-}
-
-tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
+tb_status tb__local_wait(tb_transfer *t, tb_event event, int timeout_ms) {
     const char *what;
     TB_TRY(tb__transfer_check(t));
-    TB_TRY(check_event(t, event, &what));
+    TB_TRY(tb__event_check(event, t->is_send, t->opts.hold, &what));
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     take_groups(t, UINT32_MAX);
@@ -221,18 +207,21 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
 tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
-    take_groups(t, UINT32_MAX);
     tb_status status = wait_until_true(t, has_event, &(waiting){.t = t, .event = events}, -1, "gone on");
     tb__loop_unlock(loop);
     return status;
 }
 
-tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
+void tb__transfer_take_groups(tb_transfer *t) {
+    tb__loop_lock(t->batch->world->loop);
+    take_groups(t, UINT32_MAX);
+    tb__loop_unlock(t->batch->world->loop);
+}
+
+tb_status tb__local_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
     TB_TRY(tb__transfer_check(t));
     if (t->is_send)
         return tb__fail(TB_INVALID, "groups arrive where they are received");
-    if (group == UINT32_MAX)
-        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     waiting w = {.t = t, .group = group};
@@ -373,14 +362,12 @@ static tb_status wait_at_gate(tb_transfer *t, tb__device *device, tb_event event
     return status;
 }
 
-tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
+tb_status tb__local_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
     const char *what;
     tb__device *device;
     bool is_on_host;
-    if (!stream)
-        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
     TB_TRY(tb__transfer_check(t));
-    TB_TRY(check_event(t, event, &what));
+    TB_TRY(tb__event_check(event, t->is_send, t->opts.hold, &what));
     tb__loop_lock(t->batch->world->loop);
     tb_status status = find_stream_device(t->batch, &device, &is_on_host);
     tb__loop_unlock(t->batch->world->loop);

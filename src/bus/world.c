@@ -35,6 +35,13 @@ tb_status tb__world_check_memory(const tb_world *world, const char *device, cons
     return TB_OK;
 }
 
+tb_status tb__world_check_local(const tb_world *world, const char *what) {
+    return world->ops == &tb__local_ops
+               ? TB_OK
+               : tb__fail(TB_REFUSED, "%s needs a process that is on the bus itself; this world has an agent's seat",
+                          what);
+}
+
 tb_status tb__world_check(const tb_world *world, const char *what) {
     return tb__owner_check(&world->owner, what, "join again");
 }
@@ -78,12 +85,17 @@ void tb__world_wake_waiters(tb_world *world) {
 /* In the directory's thread. */
 static void on_directory_change(void *arg) {
     tb_world *world = arg;
-    if (atomic_load(&world->is_ready))
-        tb__world_wake_waiters(world);
+    if (!atomic_load(&world->is_ready))
+        return;
+    tb__world_wake_waiters(world); /* first: hints may wait for the store */
+    tb__pairs_hint(world);
 }
 
 static void on_world_peer_lost(tb__port *port, tb__peer *peer) {
-    tb__handshake_on_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
+    tb_world *world = (tb_world *)((char *)port - offsetof(tb_world, port));
+    tb__handshake_on_lost(world, peer);
+    if (!tb__loop_has_unreported_losses(world->loop)) /* the last of those that were noticed together */
+        tb__losses_tell_all(world);
 }
 
 static tb_status announce_world(tb_world *world, int64_t deadline_ms) {
@@ -96,8 +108,12 @@ static tb_status announce_world(tb_world *world, int64_t deadline_ms) {
 
 static tb_status join_bus(tb_world *world, const char *url, const char *group, int32_t index, int32_t size,
                           bool is_local, const tb_world_opts *o) {
-    tb__directory_opts directory = {
-        .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_directory_change, .arg = world};
+    tb__directory_opts directory = {.token = o->token,
+                                    .timeout_ms = world->timeout_ms,
+                                    .changed = on_directory_change,
+                                    .arg = world,
+                                    .only_hints = true,
+                                    .is_lead = tb__pair_is_request};
     int64_t deadline_ms = tb__world_deadline(world, 0);
     world->plans.limit = o->plan_bytes ? (size_t)o->plan_bytes : DEFAULT_PLAN_BYTES;
     TB_TRY(tb_plan_cache_create(&world->cache));
@@ -108,6 +124,7 @@ static tb_status join_bus(tb_world *world, const char *url, const char *group, i
     world->incarnation = tb__directory_incarnation(world->directory);
     tb__loop_opts loop = {.rank = world->rank,
                           .incarnation = world->incarnation,
+                          .token = o->token,
                           .transport = o->transport,
                           .host = o->host,
                           .is_local = is_local,
@@ -137,6 +154,7 @@ tb_status tb__world_create(const char *url, const char *group, int32_t index, in
     tb_world *world = tb__calloc(1, sizeof *world);
     if (!world)
         return TB_NO_MEMORY;
+    world->ops = &tb__local_ops;
     atomic_init(&world->refs, 1);
     tb__owner_init(&world->owner);
     world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
@@ -150,16 +168,8 @@ tb_status tb__world_create(const char *url, const char *group, int32_t index, in
     return TB_OK;
 }
 
-tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
-                        tb_world **out) {
-    if (!url)
-        return tb__fail(TB_INVALID, "a world needs the URL of its store");
-    return tb__world_create(url, group, index, size, tb__store_url_is_local(url), opts, out);
-}
-
-tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
+tb_status tb__local_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
     TB_TRY(tb__world_check(world, "world"));
-    TB_TRY(tb__world_check_name("group", group));
     TB_TRY(tb__directory_enter(world->directory, group, index, size));
     tb__loop_lock(world->loop);
     bool added = add_membership(world, group, index, size);
@@ -171,9 +181,8 @@ void tb__world_ref(tb_world *world) {
     atomic_fetch_add(&world->refs, 1);
 }
 
-void tb_world_destroy(tb_world *world) {
-    if (world)
-        tb__world_unref(world);
+void tb__local_world_destroy(tb_world *world) {
+    tb__world_unref(world);
 }
 
 /* Frees what the loop's lock guards. */
@@ -224,19 +233,26 @@ void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg) {
     world->at_end_arg = arg;
 }
 
-int32_t tb_world_rank(const tb_world *world) {
+void tb__local_world_seat(const tb_world *world, const char **group, int32_t *index, int32_t *size) {
+    const tb__membership *first = &world->memberships.item[0]; /* it stays */
+    *group = first->group;
+    *index = first->index;
+    *size = first->size;
+}
+
+int32_t tb__local_world_rank(const tb_world *world) {
     return world->rank;
 }
 
-uint64_t tb_world_incarnation(const tb_world *world) {
+uint64_t tb__local_world_incarnation(const tb_world *world) {
     return world->incarnation;
 }
 
-int tb_world_fd(const tb_world *world) {
+int tb__local_world_fd(const tb_world *world) {
     return tb__world_check(world, "world") == TB_OK ? tb__loop_fd(world->loop) : -1;
 }
 
-tb_status tb_world_progress(tb_world *world) {
+tb_status tb__local_world_progress(tb_world *world) {
     TB_TRY(tb__world_check(world, "world"));
     tb__loop_progress(world->loop);
     return TB_OK;
@@ -250,11 +266,11 @@ tb__label tb__label_of(int32_t rank, const char *group, int32_t seat) {
     return label;
 }
 
-tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
-                            tb__peer **out) {
+tb_status tb__world_meet(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
+                         tb__peer **out) {
     const tb__member *m = &roster->member[seat];
-    return tb__loop_connect(world->loop, m->rank, m->incarnation, m->contact, m->contact_nbytes,
-                            tb__label_of(m->rank, group, seat).text, out);
+    return tb__loop_meet(world->loop, m->rank, m->incarnation, m->contact, m->contact_nbytes,
+                         tb__label_of(m->rank, group, seat).text, out);
 }
 
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room) {
@@ -291,10 +307,10 @@ static bool is_complete(void *arg) {
     return w->is_complete;
 }
 
-tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
+tb_status tb__local_world_wait(tb_world *world, const char *group, int timeout_ms) {
     TB_TRY(tb__world_check(world, "world"));
-    TB_TRY(tb__world_check_name("group", group));
     waiting w = {.world = world, .group = group};
+    (void)tb__directory_follow_all(world->directory, tb__ms_until(tb__world_deadline(world, timeout_ms)));
     tb__loop_lock(world->loop);
     tb__loop_wait(world->loop, is_complete, &w, tb__world_deadline(world, timeout_ms));
     tb__loop_unlock(world->loop);

@@ -11,6 +11,7 @@
 #include "bus/commit_log.h"
 #include "bus/directory.h"
 #include "bus/handshake.h"
+#include "bus/ops.h"
 #include "flow/flow.h"
 #include "reshard/encode.h"
 #include "tensorbus/plan.h"
@@ -23,6 +24,7 @@ typedef struct tb__membership {
 } tb__membership;
 
 typedef struct tb__exchange tb__exchange;
+typedef struct tb__engine tb__engine;
 
 /* A cache of plans of models, found by all that a plan is made from. */
 typedef struct tb__plans {
@@ -58,6 +60,7 @@ struct tb__memory_user {
 };
 
 struct tb_world {
+    const tb__bus_ops *ops; /* first */
     tb__owner owner;
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
     tb__loop *loop;
@@ -78,7 +81,8 @@ struct tb_world {
         char *pair;
         uint32_t round;
     })
-    rounds; /* see pair.c */
+    rounds;           /* see pair.c */
+    uint64_t nnonces; /* drawn by this process */
     tb__handshake *handshakes;
     TB_VEC(tb__early_manifest) early;
     void (*at_end)(void *arg); /* last of all; NULL: nothing */
@@ -93,6 +97,8 @@ TB_API tb_status tb__world_create(const char *url, const char *group, int32_t in
  * world. */
 TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
 
+/* TB_REFUSED, with `what`, if an agent has the world's seat. */
+tb_status tb__world_check_local(const tb_world *world, const char *what);
 /* TB_REFUSED in a forked child, for an object of the world: public calls check this first. `what` names the object in
  * the sentence. */
 tb_status tb__world_check(const tb_world *world, const char *what);
@@ -112,10 +118,10 @@ const tb__membership *tb__world_find_membership(const tb_world *world,
                                                 const char *group); /* NULL: this process is not in the group */
 /* Sets the number of copying threads from the machine's cores and the ranks on it. Without the lock. */
 void tb__world_set_workers(tb_world *world);
-/* Connects with the process in the seat. The label is used if the loop has not met the process before. With the lock
- * held. */
-tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
-                            tb__peer **out);
+/* Makes the process in the seat known to the loop (tb__loop_meet). The label is used if the loop has not met the
+ * process before. With the lock held. */
+tb_status tb__world_meet(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
+                         tb__peer **out);
 enum { TB__CONNECT_AGAIN_MS = 200 }; /* between attempts to connect with a rank that was lost */
 /* "rank 3 (trainer 1)" */
 typedef struct tb__label {
@@ -129,6 +135,8 @@ tb_status tb__world_check_name(const char *what, const char *name);
 /* TB_REFUSED if the bytes are not on the named device; NULL: any device will do. */
 tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes);
 
+/* As tb_world_invalidate. */
+tb_status tb__world_invalidate_until(tb_world *world, const void *base, size_t nbytes, int64_t deadline_ms);
 /* With the lock held. */
 void tb__world_add_user(tb_world *world, tb__memory_user *user);
 void tb__world_remove_user(tb_world *world, tb__memory_user *user);
@@ -143,6 +151,14 @@ void tb__plans_query(const tb_world *world, tb__plans_state *out); /* without th
 
 /* ---- Pairs ---------------------------------------------------------------------------------------------------- */
 
+/* The layout of a pair that was made without one: seat i sends to seat i, and each seat's tensors are its own. They are
+ * planned as tensors that only this seat has. Names of other seats' tensors do not matter: tensor 'w' of seat 2 is
+ * 'w@2' to the others. */
+#define TB__NO_LAYOUT "none"
+bool tb__pair_has_layout(const char *layout);
+/* The layout, in seats, of a tensor that has none of its own. */
+tb_status tb__pair_layout_parse(const char *layout, int32_t seat, tb_layout **out);
+
 /* Sides are ordered by the names of their groups, so that all ranks number them alike. */
 typedef struct tb__pair_side {
     char *group;
@@ -152,6 +168,7 @@ typedef struct tb__pair_side {
 } tb__pair_side;
 
 struct tb_pair {
+    const tb__bus_ops *ops; /* first */
     tb_world *world;
     char *name;
     tb__pair_side sides[2];
@@ -159,11 +176,17 @@ struct tb_pair {
     int32_t index; /* its seat there, of so many */
     int32_t size;
     uint32_t round;
+    uint32_t serial; /* tells requests of this process apart */
+    uint64_t hinted; /* state of the pair that the others know of; 0: not complete, and nobody disagrees */
     tb_pair *next;
     bool is_connected; /* sizes, peers and layouts of both sides are known, and all ranks have answered */
     size_t refs;       /* the user's, and one for each exchange, and each batch that has it */
 };
 
+/* By the directory's thread: tells the ranks of pairs that this process leads when they have to look at the notes. */
+void tb__pairs_hint(tb_world *world);
+/* Whether the note requests a pair. A lead that does so follows all changes, and hints at them. */
+bool tb__pair_is_request(const tb__note *note);
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
 /* As tb_pair_create; TB_CANCELLED once *cancelled is set, after which tb__world_wake_waiters has to be called.
  * `cancelled` may be NULL. */
@@ -183,17 +206,29 @@ bool tb__pair_is_stale(const tb_pair *pair);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 
+/* ---- Losses: losses.c ------------------------------------------------------------------------------------------ */
+
+enum { TB__WORLD_LOST = 16 }; /* a message to the world's port, beside those of handshakes */
+/* Tells the peer who is lost, as far as this process knows. With the lock held. */
+void tb__losses_tell(tb_world *world, tb__peer *to);
+/* The same to all that it is connected with, if it is the lead of a group. */
+void tb__losses_tell_all(tb_world *world);
+/* Such a message. It counts for ranks of pairs that `from` leads, if this process is not connected with them. */
+void tb__losses_on_message(tb_world *world, const tb__peer *from, tb__unpack *message);
+
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
 /* The memory areas of a tensor. */
 enum { TB__DATA, TB__SCALES, TB__SCALE, TB__MEMORIES };
 
-/* Which memory areas of a tensor are mirrors of a client's memory, and what to add to an address here for the client's.
- * Zero: none is. */
+/* Which memory areas of a tensor are mirrors of a client's memory; and of which the client's address is known, and what
+ * to add to an address here for the client's. Zero: none is. */
 typedef struct tb__mirrored {
-    bool is_mirror[TB__MEMORIES];
+    bool is_mirror[TB__MEMORIES], is_known[TB__MEMORIES];
     uint64_t shift[TB__MEMORIES];
-    bool is_all; /* all of its areas are mirrors */
+    const void *file[TB__MEMORIES];    /* of the client that a mirror is of; NULL: of its address */
+    uint64_t file_shift[TB__MEMORIES]; /* what to add to an address here for the place in it */
+    bool is_all;                       /* all of its areas are mirrors */
 } tb__mirrored;
 
 /* A tensor that this process has added to a batch. */
@@ -207,14 +242,14 @@ typedef struct tb__added_tensor {
     tb_binding binding;
     tb_binding *padding; /* boxes of its storage, to be set to zero when it is received */
     size_t npadding;
-    char *encode;        /* NULL: it is not quantised */
-    char *scale_group;   /* NULL: none */
-    tb__encoded encoded; /* where it is, if this rank has some of it */
-    bool is_transformed;
-    bool is_invalidated; /* its memory was */
-    bool is_on_host;     /* its data or scales are, at least in part */
-    tb__device *device;  /* other than the host that they are on; NULL: none */
-    int unit;            /* of the device */
+    char *encode;                  /* NULL: it is not quantised */
+    char *scale_group;             /* NULL: none */
+    tb__encoded encoded;           /* where it is, if this rank has some of it */
+    bool is_transformed, is_whole; /* by a transform; and that wants its pieces whole */
+    bool is_invalidated;           /* its memory was */
+    bool is_on_host;               /* its data or scales are, at least in part */
+    tb__device *device;            /* other than the host that they are on; NULL: none */
+    int unit;                      /* of the device */
     tb__mirrored mirrored;
 } tb__added_tensor;
 
@@ -223,7 +258,8 @@ tb_status tb__added_tensor_init(tb__added_tensor *tensor, tb_pair *pair, const c
 void tb__added_tensor_fini(tb__added_tensor *tensor);
 
 struct tb_batch {
-    atomic_size_t refs; /* the user's, and one for each of its transfers */
+    const tb__bus_ops *ops; /* first */
+    atomic_size_t refs;     /* the user's, and one for each of its transfers */
     tb_world *world;
     char *name;
     tb_batch_opts opts;
@@ -232,12 +268,14 @@ struct tb_batch {
     TB_VEC(tb_pair *) pairs;            /* in which it takes part */
     TB_VEC(tb__added_tensor *) tensors; /* exchanges point to them */
     TB_VEC(tb__exchange *) exchanges;   /* one for each pair that was registered */
+    TB_VEC(tb__engine *) engines;       /* one for each group that this process receives for */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
     tb__memory_user memory;
     uint64_t nsends;         /* sends begun by this process */
     uint64_t common_version; /* the last version that all pairs had at the same time */
     size_t nstarting;        /* calls that are about to begin a transfer */
+    _Atomic uint32_t *mark;  /* set before a receive writes the tensors; NULL: nobody looks at it */
 };
 
 /* The versions that the pairs of a batch have. */
@@ -264,6 +302,8 @@ static inline void tb__versions_update_common(const tb__versions *v, uint64_t *c
 }
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
+/* Whether memory of its tensors was invalidated. Without the lock. */
+bool tb__batch_has_invalidated(const tb_batch *batch);
 bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 /* As tb_batch_add, for memory that may be mirrored. */
 tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
@@ -274,14 +314,28 @@ void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb
                             size_t *count);
 /* As tb_batch_register; TB_CANCELLED as for pairs. */
 tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled);
+/* As tb_batch_signal; TB_CANCELLED as for pairs. */
+tb_status tb__batch_ask_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms,
+                               const atomic_bool *cancelled, bool *out);
+/* The last question that was answered here, for each group of which one was. Without the lock. */
+typedef struct tb__signal_state {
+    char group[TB__DIRECTORY_MAX_NAME + 1];
+    uint64_t question;
+    bool answer;
+} tb__signal_state;
+size_t tb__batch_get_signals(const tb_batch *batch, tb__signal_state *out, size_t most);
 /* Updates common_version, after versions or pairs have changed. With the lock held. */
 void tb__batch_update_version(tb_batch *batch);
+/* Whether a receive has ended with TB_IN_DOUBT, and its outcome is not known yet. With the lock held. */
+bool tb__batch_is_in_doubt(const tb_batch *batch);
 /* What a batch that is being registered waits for; "" if nothing. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
-/* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */
-bool tb__batch_is_offered(const tb_batch *batch);
-/* As tb_wait, until the transfer's own deadline, for any of these events. */
+/* Of one that sends: whether it has begun, and not all have read the tensors. With the lock held. */
+bool tb__transfer_is_unread(const tb_transfer *transfer);
+/* As tb_wait, until the transfer's own deadline, for any of these events. Groups of tensors are not taken. */
 tb_status tb__transfer_wait_any(tb_transfer *transfer, unsigned events);
+/* All groups of tensors may come, whatever the batch's group_window. */
+void tb__transfer_take_groups(tb_transfer *transfer);
 /* As tb_cancel, but does not wait for the end. */
 void tb__transfer_begin_cancel(tb_transfer *transfer);
 

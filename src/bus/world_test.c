@@ -83,8 +83,11 @@ static void test_mistakes(void **state) {
 static void test_tokens(void **state) {
     const scene *s = *state;
     tb_world *a = NULL, *b = NULL;
-    tb_world_opts right = {.size = sizeof right, .timeout_ms = PATIENCE_MS, .token = "sesame"}, wrong = right;
-    wrong.token = "simsim";
+    tb_world_opts right = {.size = sizeof right,
+                           .timeout_ms = PATIENCE_MS,
+                           .token = "sesame, sesame, sesame, sesame, s"},
+                  wrong = right;
+    wrong.token = "simsim, simsim, simsim, simsim, s";
     check_ok(tb_world_join(s->url, "a", 0, 1, &right, &a));
     check_fails(tb_world_join(s->url, "b", 0, 1, &wrong, &b), TB_DENIED, "");
     check_fails(tb_world_join(s->url, "b", 0, 1, NULL, &b), TB_DENIED, "");

@@ -189,12 +189,10 @@ static void on_copy_peer_lost(tb__port *port, tb__peer *peer) {
 
 /* ---- Coming and going ------------------------------------------------------------------------------------------ */
 
-static tb_status send_copy_manifest(tb__handshake *handshake, size_t to) {
+static void pack_copy_manifest(tb__handshake *handshake, tb__pack *pack) {
     const tb_copy *copy = (const tb_copy *)handshake;
-    tb__pack pack = {0};
-    tb__pack_i64(&pack, copy->opts.bucket_size);
-    tb__pack_i64(&pack, copy->opts.staging_bytes);
-    return tb__handshake_send_manifest(handshake, to, &pack);
+    tb__pack_i64(pack, copy->opts.bucket_size);
+    tb__pack_i64(pack, copy->opts.staging_bytes);
 }
 
 /* A peer may have given up after its manifest. So all ranks confirm that they have all manifests (READY) before the
@@ -228,6 +226,8 @@ static void on_copy_manifest(tb__handshake *handshake, size_t at, tb__unpack *ma
 static void on_copy_confirmed(tb__handshake *handshake, size_t at) {
     tb_copy *copy = (tb_copy *)handshake;
     (void)at;
+    if (handshake->nunconfirmed == 0)
+        tb__handshake_tell_members(handshake);
     if (handshake->nunconfirmed == 0 && send_ready(copy) != TB_OK)
         tb__copy_break(copy, TB_NO_MEMORY);
     tb__loop_signal(copy->world->loop);
@@ -320,12 +320,30 @@ static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *b
     return TB_OK;
 }
 
+/* "copy service 'weights' over shm, ucx": the transports to the other ranks, each once. */
+static void name_service(tb_copy *copy, const char *name, const waiting *w) {
+    int at = snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
+    const char *before = " over ";
+    for (int32_t i = 0; w && i < w->roster.size && at < (int)sizeof copy->what; i++) {
+        bool is_new = i != copy->index;
+        for (int32_t j = 0; j < i; j++)
+            is_new &= j == copy->index || w->peers[j]->transport != w->peers[i]->transport;
+        if (is_new)
+            at += snprintf(copy->what + at, sizeof copy->what - (size_t)at, "%s%s", before,
+                           w->peers[i]->transport->ops->name);
+        before = is_new ? ", " : before;
+    }
+}
+
 static tb_status connect_peers(waiting *w) {
     free(w->peers); /* of the attempt before */
     w->peers = tb__calloc((size_t)w->roster.size, sizeof *w->peers);
     tb_status status = w->peers ? TB_OK : TB_NO_MEMORY;
-    for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++)
-        status = tb__world_connect(w->world, w->group, &w->roster, i, &w->peers[i]);
+    for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++) {
+        status = tb__world_meet(w->world, w->group, &w->roster, i, &w->peers[i]);
+        if (status == TB_OK)
+            status = tb__peer_open(w->peers[i]); /* all ranks send to all */
+    }
     return status;
 }
 
@@ -371,8 +389,14 @@ static tb_status begin_handshake(tb_copy *copy, const char *name, const waiting 
     if (tb__handshake_exists(copy->world, key))
         return tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, w->group);
     copy->size = w->roster.size;
-    TB_TRY(tb__handshake_init(&copy->handshake, copy->world, key, copy->what, w->peers, (size_t)w->roster.size));
-    return set_labels(copy, w->group, w->peers);
+    name_service(copy, name, w);
+    int *sides = tb__calloc((size_t)w->roster.size, sizeof *sides); /* one side: the first rank leads */
+    if (!sides)
+        return TB_NO_MEMORY;
+    tb_status status =
+        tb__handshake_init(&copy->handshake, copy->world, key, copy->what, w->peers, sides, (size_t)w->roster.size);
+    free(sides);
+    return status == TB_OK ? set_labels(copy, w->group, w->peers) : status;
 }
 
 static bool has_agreed_or_broken(void *arg) {
@@ -381,16 +405,17 @@ static bool has_agreed_or_broken(void *arg) {
 }
 
 static tb_status await_agreement(tb_copy *copy, int64_t deadline_ms) {
-    tb__loop_wait(copy->world->loop, has_agreed_or_broken, copy, deadline_ms);
+    tb__handshakes_wait(copy->world, has_agreed_or_broken, copy, deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
     TB_TRY(tb__copy_find_loss(copy));
     copy->bucket_size = copy->staging_bytes = INT64_MAX;
+    size_t nhave, missing = tb__handshake_find_missing(&copy->handshake, &nhave);
+    if (missing != TB__NOWHERE)
+        return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", copy->peers[missing].label,
+                        copy->what, nhave, copy->handshake.npeers);
     for (size_t i = 0; i < copy->handshake.npeers; i++) {
         const tb__copy_peer *peer = &copy->peers[i];
-        if (!copy->handshake.is_confirmed[i])
-            return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", peer->label, copy->what,
-                            copy->handshake.npeers - copy->handshake.nunconfirmed, copy->handshake.npeers);
         copy->bucket_size = tb__min64(copy->bucket_size, peer->bucket_size);
         copy->staging_bytes = tb__min64(copy->staging_bytes, peer->staging_bytes);
     }
@@ -401,6 +426,9 @@ static tb_status await_agreement(tb_copy *copy, int64_t deadline_ms) {
 /* With the lock held. */
 static tb_status open_service(tb_copy *copy, const char *name, const char *group, int64_t deadline_ms) {
     waiting w = {.world = copy->world, .group = group};
+    tb__loop_unlock(copy->world->loop);
+    (void)tb__directory_follow_all(copy->world->directory, tb__ms_until(deadline_ms));
+    tb__loop_lock(copy->world->loop);
     tb_status status = await_group(&w, copy->what, deadline_ms);
     if (status == TB_OK)
         status = begin_handshake(copy, name, &w);
@@ -425,6 +453,7 @@ static tb_status read_opts(const tb_copy_opts *opts, tb_copy_opts *o) {
 
 tb_status tb_copy_open(tb_world *world, const char *name, const char *group, const tb_copy_opts *opts, tb_copy **out) {
     tb_copy_opts o;
+    TB_TRY(tb__world_check_local(world, "a copy service"));
     TB_TRY(tb__world_check(world, "world"));
     TB_TRY(read_opts(opts, &o));
     TB_TRY(tb__world_check_name("copy service", name));
@@ -441,12 +470,12 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->index = seat->index;
     copy->handshake.port.message = on_copy_message;
     copy->handshake.port.lost = on_copy_peer_lost;
-    copy->handshake.send_manifest = send_copy_manifest;
+    copy->handshake.pack_manifest = pack_copy_manifest;
     copy->handshake.on_manifest = on_copy_manifest;
     copy->handshake.on_confirmed = on_copy_confirmed;
     copy->handshake.on_broken = on_copy_broken;
     copy->handshake.on_gone = on_copy_goodbye;
-    snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
+    name_service(copy, name, NULL);
     copy->memory.invalidate = tb__copy_invalidate;
     tb__loop_lock(world->loop);
     tb__world_add_user(world, &copy->memory);
@@ -488,6 +517,7 @@ static void free_copy_members(tb_copy *copy, size_t npeers) {
     free(copy->sends.ops.item);
     free(copy->recvs.ops.item);
     free(copy->views.item);
+    free(copy->params.item);
 }
 
 void tb_copy_close(tb_copy *copy) {

@@ -1,5 +1,6 @@
 /* What the files of the copy service share: copy.c (opening, closing, messages), copy_run.c (submitted operations, and
- * the agreement before a run), copy_move.c (the data), copy_memory.c (memory that the program invalidates). */
+ * the agreement before a run), copy_move.c (the data), copy_memory.c (memory that the program invalidates),
+ * reshard.c (plans of models, as runs), ir_run.c (IRs, as runs). */
 #ifndef TB_COPY_COPY_H
 #define TB_COPY_COPY_H
 
@@ -8,7 +9,7 @@
 
 /* Sends or receives that this rank has submitted. */
 typedef struct tb__copy_list {
-    TB_VEC(tb__match_op) ops; /* sorted by seat and id when a run begins */
+    TB_VEC(tb__match_op) ops; /* when a run begins, sorted, and those of one task merged */
 } tb__copy_list;
 
 /* The state of another rank. */
@@ -23,14 +24,15 @@ typedef struct tb__copy_peer {
     uint64_t voted; /* the last run that it has voted on ... */
     tb_status vote;
     char why[TB__WHY_MAX];
-    char *lost_why; /* why it was lost; NULL: it was not */
+    char *lost_why;          /* why it was lost; NULL: it was not */
+    uint64_t nwithout_id[2]; /* operations with it that were submitted without a task id: receives, sends */
 } tb__copy_peer;
 
 struct tb_copy {
     tb__handshake handshake; /* first: messages find the service through it */
     tb__task task;
     tb_world *world;
-    char what[TB__DIRECTORY_MAX_NAME + 32];
+    char what[TB__DIRECTORY_MAX_NAME + 80]; /* "copy service 'weights' over shm" */
     tb_copy_opts opts;
     int32_t index, size;                /* this rank's seat, and the group's size */
     int64_t bucket_size, staging_bytes; /* the least of all ranks */
@@ -45,7 +47,17 @@ struct tb_copy {
     /* Submitted operations. */
     tb__copy_list sends, recvs;
     TB_VEC(tb__match_view) views;
+    TB_VEC(tb__match_view)
+    params; /* of a plan that is being executed: memory that is read before the run, or written
+               after it */
     tb__memory_user memory;
+    tb__fault refused; /* why this rank can't do the next run */
+    /* The next run is of an IR, in place of operations. */
+    tb_ir *ir;           /* in ranks of the bus; NULL: it is not */
+    uint64_t *ir_hashes; /* by seat: what it has in common with that rank */
+    tb__flow_tensor *ir_tensors;
+    void (*on_bucket)(void *arg, size_t bucket, tb_bucket_step step);
+    void *on_bucket_arg;
 
     /* Runs. */
     uint64_t run; /* the last one */
@@ -61,7 +73,7 @@ struct tb_copy {
     tb__phases phases;
     int64_t deadline_ms;
     bool has_moved;
-    bool copies_local; /* local copies are running */
+    bool copies_local; /* local copies are running, or functions of the user's that use tensors */
     tb_status status;  /* of the data's move; the message is in `moved_why` */
     char moved_why[TB__WHY_MAX];
     TB_VEC(struct tb__copy_backlog {
@@ -90,6 +102,8 @@ tb__match_end tb__copy_ops_with(tb_copy *copy, bool is_send, int32_t seat);
 tb_status tb__copy_move(tb_copy *copy);
 /* TB_INVALID if targets overlap, or a local copy reads what the run writes. */
 tb_status tb__copy_check_memory(tb_copy *copy);
+/* Runs moves within this rank, before the deadline. *is_stuck: a device may still use their memory. */
+tb_status tb__copy_run_moves(tb_copy *copy, const tb__move *moves, size_t nmoves, void *dst_buffer, bool *is_stuck);
 void tb__copy_flow_gone(tb_copy *copy, size_t peer);
 /* TB_LOST if a peer was lost, so that no further run can begin. */
 tb_status tb__copy_find_loss(const tb_copy *copy);

@@ -13,15 +13,20 @@ static bool view_meets(const tb__match_view *v, uintptr_t first, uintptr_t last)
 
 tb_status tb__copy_check_invalidated(const tb_copy *copy) {
     const tb__copy_list *lists[] = {&copy->sends, &copy->recvs};
+    for (size_t i = 0; i < copy->params.count; i++) {
+        if (copy->params.item[i].is_invalidated)
+            return tb__fail(TB_INVALID, "the memory of a parameter on %s was invalidated; %s can't use it",
+                            copy->peers[copy->self].label, copy->what);
+    }
     for (size_t i = 0; i < 2; i++) {
         for (size_t j = 0; j < lists[i]->ops.count; j++) {
             const tb__match_op *op = &lists[i]->ops.item[j];
             for (uint32_t k = 0; k < op->nviews; k++) {
                 if (copy->views.item[op->first_view + k].is_invalidated)
                     return tb__fail(TB_INVALID,
-                                    "the memory of tensor 'task %" PRIu64 ", tensor %" PRIu32
+                                    "the memory of tensor '%s, tensor %" PRIu32
                                     "' on %s was invalidated; %s can't use it",
-                                    op->task_id, k, copy->peers[copy->self].label, copy->what);
+                                    tb__match_name(op).text, k, copy->peers[copy->self].label, copy->what);
             }
         }
     }
@@ -38,7 +43,12 @@ bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last,
         copy->views.item[i].is_invalidated |= meets;
         has_some |= meets;
     }
-    if (!has_some || !copy->is_running)
+    for (size_t i = 0; i < copy->params.count; i++) {
+        bool meets = view_meets(&copy->params.item[i], first, last);
+        copy->params.item[i].is_invalidated |= meets;
+        has_some |= meets;
+    }
+    if (!has_some || !(copy->is_running || copy->copies_local))
         return false;
     const char *tensor = "a tensor";
     bool is_used = copy->copies_local || (copy->flow && tb__flow_mark_invalidated(copy->flow, first, last, &tensor));

@@ -26,7 +26,8 @@ static bool is_same_memory(const tb__match_view *a, const tb__match_view *b) {
     int64_t left[TB_MAX_DIMS], right[TB_MAX_DIMS];
     tb__match_strides(a, left);
     tb__match_strides(b, right);
-    return a->data == b->data && memcmp(left, right, (size_t)a->common.ndim * sizeof *left) == 0;
+    return a->data == b->data && a->dtype == b->dtype &&
+           memcmp(left, right, (size_t)a->common.ndim * sizeof *left) == 0;
 }
 
 /* Which operations: all, those of this rank with itself, or the others. */
@@ -34,16 +35,16 @@ typedef enum which { WHICH_ALL, WHICH_LOCAL, WHICH_REMOTE } which;
 
 typedef struct part_list {
     TB_VEC(tb_binding) parts;
-    TB_VEC(uint64_t) ids;
+    TB_VEC(const tb__match_op *) ops;
 } part_list;
 
 static void part_list_fini(part_list *list) {
     free(list->parts.item);
-    free(list->ids.item);
+    free((void *)list->ops.item);
 }
 
-static bool add_binding(part_list *list, const tb__match_view *v, uint64_t id) {
-    return tb__vec_push(&list->parts, view_binding(v)) && tb__vec_push(&list->ids, id);
+static bool add_binding(part_list *list, const tb__match_view *v, const tb__match_op *op) {
+    return tb__vec_push(&list->parts, view_binding(v)) && tb__vec_push(&list->ops, op);
 }
 
 /* The bindings of sends or receives. A copy of a view to itself reads and writes nothing: it is left out unless
@@ -62,7 +63,7 @@ static tb_status collect_bindings(tb_copy *copy, bool is_send, which w, bool wit
             const tb__match_view *v = &copy->views.item[op->first_view + j];
             if (other && !with_in_place && is_same_memory(v, &copy->views.item[other->first_view + j]))
                 continue;
-            if (!add_binding(out, v, op->task_id))
+            if (!add_binding(out, v, op))
                 return TB_NO_MEMORY;
         }
     }
@@ -76,12 +77,15 @@ static tb_status check_targets_disjoint(tb_copy *copy) {
     size_t n = targets.parts.count, a = n, b = n;
     if (status == TB_OK)
         status = tb__bindings_find_overlap(targets.parts.item, n, &a, &b);
-    if (status == TB_OK && a < n && a != b)
-        status = tb__fail(TB_INVALID, "tasks %" PRIu64 " and %" PRIu64 " would be received into the same memory",
-                          targets.ids.item[a], targets.ids.item[b]);
+    if (status == TB_OK && a < n && a != b && targets.ops.item[a] == targets.ops.item[b])
+        status = tb__fail(TB_INVALID, "two tensors of %s would be received into the same memory",
+                          tb__match_name(targets.ops.item[a]).text);
+    else if (status == TB_OK && a < n && a != b)
+        status = tb__fail(TB_INVALID, "%s and %s would be received into the same memory",
+                          tb__match_name(targets.ops.item[a]).text, tb__match_name(targets.ops.item[b]).text);
     else if (status == TB_OK && a < n)
-        status = tb__fail(TB_INVALID, "a target of task %" PRIu64 " has several elements in the same memory",
-                          targets.ids.item[a]);
+        status = tb__fail(TB_INVALID, "a target of %s has several elements in the same memory",
+                          tb__match_name(targets.ops.item[a]).text);
     part_list_fini(&targets);
     return status;
 }
@@ -98,8 +102,8 @@ static tb_status check_no_overlap(tb_copy *copy, which sources, which targets) {
                         : TB_NO_MEMORY;
     for (size_t i = 0; is_hit && i < n && status == TB_OK; i++) {
         if (is_hit[i])
-            status = tb__fail(TB_INVALID, "task %" PRIu64 " sends memory that is received into in the same run",
-                              from.ids.item[i]);
+            status = tb__fail(TB_INVALID, "%s sends memory that is received into in the same run",
+                              tb__match_name(from.ops.item[i]).text);
     }
     free(is_hit);
     part_list_fini(&from);
@@ -139,8 +143,8 @@ static void add_local(local_moves *l, const tb__match_view *from, const tb__matc
                               .src = &l->sources[i],
                               .src_stride = (const int64_t(*)[TB_MAX_DIMS]) & l->strides[i],
                               .src_dtype = from->dtype,
-                              .wire_dtype = from->dtype,
-                              .dst_dtype = from->dtype};
+                              .wire_dtype = to->dtype,
+                              .dst_dtype = to->dtype};
     memcpy(l->copies[i].len, from->common.dim, sizeof from->common.dim);
     tb__match_strides(to, l->copies[i].dst_stride);
 }
@@ -194,8 +198,9 @@ static void give_up_local(tb_copy *copy, local_run *r) {
     snprintf(what, sizeof what, "a local copy of %.80s that a device has not finished", copy->what);
     r->is_given_up = true;
     r->quarantine = tb__quarantine_create(copy->world->loop, what);
-    for (size_t i = 0; i < copy->views.count; i++) {
-        const tb__match_view *v = &copy->views.item[i];
+    for (size_t i = 0; i < copy->views.count + copy->params.count; i++) {
+        const tb__match_view *v =
+            i < copy->views.count ? &copy->views.item[i] : &copy->params.item[i - copy->views.count];
         tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
         uintptr_t first, last;
         memcpy(b.strides, v->strides, sizeof b.strides);
@@ -227,24 +232,25 @@ static tb_status end_local(tb_copy *copy, local_run *r) {
 
 /* Past the deadline it is cancelled. If a device does not finish it even then, the service is of no use any more, and
  * the memory stays in use. */
-static tb_status copy_local(tb_copy *copy, const local_moves *l) {
+tb_status tb__copy_run_moves(tb_copy *copy, const tb__move *moves, size_t nmoves, void *dst_buffer, bool *is_stuck) {
     tb__loop *loop = copy->world->loop;
     local_run *r = tb__calloc(1, sizeof *r);
     if (!r)
         return TB_NO_MEMORY;
     *r = (local_run){.run.done = on_local_done, .loop = loop};
-    tb_status status = tb__jobs_prepare(loop, l->copies, l->count, &r->jobs);
+    tb_status status = tb__jobs_prepare(loop, moves, nmoves, &r->jobs);
     if (status != TB_OK) {
         free(r);
         return status;
     }
     copy->copies_local = true;
-    tb__jobs_submit(loop, &r->jobs, &(tb__run){0}, &r->run);
+    tb__jobs_submit(loop, &r->jobs, &(tb__run){.dst_buffer = dst_buffer}, &r->run);
     if (tb__loop_wait(loop, is_local_done, r, copy->deadline_ms))
         return end_local(copy, r);
     tb__jobs_cancel(loop, &r->run);
     if (tb__loop_wait(loop, is_local_done, r, copy->deadline_ms + STUCK_MS))
         return end_local(copy, r);
+    *is_stuck = true;
     give_up_local(copy, r);
     tb__copy_break(copy, tb__fail(TB_TIMEOUT, "%s: a device has not finished local copies: their memory stays in use",
                                   copy->what));
@@ -267,10 +273,10 @@ static tb_status add_peer_tensors(tb_copy *copy, tb__owned_ir *ir, int32_t seat,
     for (size_t i = 0; i < end.nops; i++) {
         for (uint32_t j = 0; j < end.ops[i].nviews; j++, key++) {
             const tb__match_view *v = &copy->views.item[end.ops[i].first_view + j];
-            char name[64];
+            char name[96];
             if (v->nbytes == 0)
                 continue;
-            snprintf(name, sizeof name, "task %" PRIu64 ", tensor %" PRIu32, end.ops[i].task_id, j);
+            snprintf(name, sizeof name, "%s, tensor %" PRIu32, tb__match_name(&end.ops[i]).text, j);
             tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->common};
             tb_binding nothing = {.dtype = v->dtype, .shape = {.ndim = v->common.ndim}};
             tb__match_strides(v, b.strides);
@@ -345,7 +351,7 @@ static tb_status make_copy_ir(tb_copy *copy, tb__owned_ir *ir, tensor_list *tens
     return TB_OK;
 }
 
-static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
+static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tb__flow_tensor *tensors, size_t ntensors) {
     tb__flow_opts opts = {.loop = copy->world->loop,
                           .rank = copy->world->rank,
                           .direction = tb__copy_flow_number(copy->run),
@@ -354,25 +360,34 @@ static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *t
                           .npeers = copy->handshake.npeers,
                           .lead = copy->handshake.npeers,
                           .started = 1,
-                          .tensors = tensors->item,
-                          .ntensors = tensors->count,
+                          .tensors = tensors,
+                          .ntensors = ntensors,
                           .ir = ir,
                           .what = copy->what,
                           .bucket_size = copy->bucket_size,
                           .staging_bytes = copy->staging_bytes,
                           .own_staging_bytes = copy->opts.staging_bytes,
                           .max_in_flight = copy->opts.max_in_flight,
-                          .staged = copy->opts.staged};
+                          .staged = copy->opts.staged,
+                          .on_bucket = copy->on_bucket,
+                          .on_bucket_arg = copy->on_bucket_arg};
     return tb__flow_create(&opts, &copy->flow);
 }
 
 /* Makes no flow if this rank has no operations with others. */
 static tb_status make_copy_flow(tb_copy *copy) {
+    if (copy->ir && copy->ir->nchannels > 0) {
+        tb__ir_ref(copy->ir); /* the flow drops it */
+        tb_status made = create_copy_flow(copy, copy->ir, copy->ir_tensors, copy->ir->ntensors);
+        if (made != TB_OK)
+            tb_ir_destroy(copy->ir);
+        return made;
+    }
     tensor_list tensors = {0};
     tb__owned_ir *ir = tb__calloc(1, sizeof *ir);
     tb_status status = ir ? make_copy_ir(copy, ir, &tensors) : TB_NO_MEMORY;
     if (status == TB_OK && tensors.count > 0)
-        status = create_copy_flow(copy, &ir->view, &tensors);
+        status = create_copy_flow(copy, &ir->view, tensors.item, tensors.count);
     if (!copy->flow)
         tb_ir_destroy(ir ? &ir->view : NULL);
     free(tensors.item);
@@ -506,7 +521,7 @@ tb_status tb__copy_move(tb_copy *copy) {
     if (copy->flow)
         begin_flow(copy);
     if (l.count) {
-        status = copy_local(copy, &l);
+        status = tb__copy_run_moves(copy, l.copies, l.count, NULL, &(bool){false});
         if (status != TB_OK)
             tb__copy_abort(copy, status);
     }

@@ -37,8 +37,15 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
             return tb__fail_within(status, "tensor %zu", i);
     }
     copy->views.count += nviews;
-    list->ops.item[list->ops.count++] =
-        (tb__match_op){.task_id = task_id, .seat = seat, .nviews = (uint32_t)nviews, .first_view = first};
+    tb__match_op op = {.task_id = task_id,
+                       .has_no_id = task_id == TB_NO_TASK,
+                       .seat = seat,
+                       .nviews = (uint32_t)nviews,
+                       .first_view = first,
+                       .number = list->ops.count};
+    if (op.has_no_id)
+        op.task_id = copy->peers[copy->position[seat]].nwithout_id[list == &copy->sends]++;
+    list->ops.item[list->ops.count++] = op;
     return TB_OK;
 }
 
@@ -48,7 +55,9 @@ static tb_status submit_op(tb_copy *copy, bool is_send, const tb_copy_view *view
     tb__loop_lock(copy->world->loop);
     tb_status status = add_op(copy, is_send ? &copy->sends : &copy->recvs, views, nviews, seat, task_id);
     tb__loop_unlock(copy->world->loop);
-    if (status != TB_OK)
+    if (status != TB_OK && task_id == TB_NO_TASK)
+        tb__prefix_detail("%s", copy->what);
+    else if (status != TB_OK)
         tb__prefix_detail("%s, task %" PRIu64, copy->what, task_id);
     return status;
 }
@@ -117,13 +126,14 @@ static tb_status check_uses(const tb_copy *copy, const use *uses, size_t n) {
 }
 
 static tb_status check_ids(tb_copy *copy) {
-    size_t nsends = copy->sends.ops.count, n = nsends + copy->recvs.ops.count;
-    use *uses = tb__malloc(n, sizeof *uses);
+    size_t nsends = copy->sends.ops.count, nops = nsends + copy->recvs.ops.count, n = 0;
+    use *uses = tb__malloc(nops, sizeof *uses);
     if (!uses)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < nops; i++) {
         const tb__match_op *op = i < nsends ? &copy->sends.ops.item[i] : &copy->recvs.ops.item[i - nsends];
-        uses[i] = (use){op->task_id, op->seat, i < nsends};
+        if (!op->has_no_id)
+            uses[n++] = (use){op->task_id, op->seat, i < nsends};
     }
     if (n)
         qsort(uses, n, sizeof *uses, compare_uses);
@@ -132,19 +142,48 @@ static tb_status check_ids(tb_copy *copy) {
     return status;
 }
 
-static void sort_ops(tb__copy_list *list) {
-    if (list->ops.count)
-        qsort(list->ops.item, list->ops.count, sizeof *list->ops.item, tb__match_compare);
+/* Sorts the operations. Those that were submitted with one rank under one task id become one, with the views of all,
+ * which have to lie side by side. */
+static tb_status merge_ops(tb_copy *copy) {
+    tb__copy_list *lists[] = {&copy->sends, &copy->recvs};
+    tb__match_view *views = tb__malloc(copy->views.count, sizeof *views);
+    size_t nviews = 0;
+    if (!views)
+        return TB_NO_MEMORY;
+    for (size_t l = 0; l < 2; l++) {
+        tb__match_op *ops = lists[l]->ops.item;
+        size_t kept = 0, n = lists[l]->ops.count;
+        if (n)
+            qsort(ops, n, sizeof *ops, tb__match_compare);
+        for (size_t i = 0; i < n; i++) {
+            tb__match_op op = ops[i];
+            memcpy(views + nviews, copy->views.item + op.first_view, op.nviews * sizeof *views);
+            op.first_view = nviews;
+            nviews += op.nviews;
+            if (kept && tb__match_is_same_task(&ops[kept - 1], &op))
+                ops[kept - 1].nviews += op.nviews;
+            else
+                ops[kept++] = op;
+        }
+        lists[l]->ops.count = kept;
+    }
+    if (nviews)
+        memcpy(copy->views.item, views, nviews * sizeof *views);
+    free(views);
+    return TB_OK;
 }
 
 static tb_status check_own_ops(tb_copy *copy) {
-    sort_ops(&copy->sends);
-    sort_ops(&copy->recvs);
+    if (copy->refused.status != TB_OK)
+        return tb__fail(copy->refused.status, "%s", copy->refused.why);
+    if (copy->ir && (copy->sends.ops.count || copy->recvs.ops.count))
+        return tb__fail(TB_REFUSED, "%s executes an IR, but has submitted operations", copy->peers[copy->self].label);
+    TB_TRY(merge_ops(copy));
     TB_TRY(check_ids(copy));
     TB_TRY(tb__copy_check_invalidated(copy));
     tb__match_end sender = tb__copy_ops_with(copy, true, copy->index),
                   receiver = tb__copy_ops_with(copy, false, copy->index);
-    TB_TRY(tb__match_ends(&sender, &receiver));
+    TB_TRY(tb__match_ends(&sender, &receiver, copy->opts.convert_local));
     tb_status status = tb__copy_check_memory(copy);
     return status == TB_OK ? status : tb__fail_within(status, "%s", copy->peers[copy->self].label);
 }
@@ -155,6 +194,7 @@ static void pack_end(tb__pack *pack, const tb__match_end *end) {
     tb__pack_u32(pack, (uint32_t)end->nops);
     for (size_t i = 0; i < end->nops; i++) {
         tb__pack_u64(pack, end->ops[i].task_id);
+        tb__pack_u32(pack, end->ops[i].has_no_id);
         tb__pack_u32(pack, end->ops[i].nviews);
         for (uint32_t j = 0; j < end->ops[i].nviews; j++) {
             const tb__match_view *v = &end->views[end->ops[i].first_view + j];
@@ -179,6 +219,10 @@ static tb_status send_offers(tb_copy *copy, bool is_good) {
             tb__match_end end = tb__copy_ops_with(copy, is_send, copy->peers[i].seat);
             pack_end(&pack, &end);
         }
+        if (is_good) {
+            tb__pack_u32(&pack, copy->ir != NULL);
+            tb__pack_u64(&pack, copy->ir ? copy->ir_hashes[copy->peers[i].seat] : 0);
+        }
         TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     return TB_OK;
@@ -202,9 +246,11 @@ static bool unpack_view(tb__unpack *u, tb__match_view *v) {
 }
 
 static bool unpack_op(tb__unpack *u, offer *o, const tb__match_op *last) {
-    tb__match_op op = {.task_id = tb__unpack_u64(u), .first_view = o->views.count};
+    tb__match_op op = {.task_id = tb__unpack_u64(u), .first_view = o->views.count, .number = o->ops.count};
+    op.has_no_id = tb__unpack_u32(u) != 0;
     op.nviews = (uint32_t)tb__unpack_count(u, 16);
-    if (u->failed || op.nviews == 0 || (last && last->task_id >= op.task_id) || !tb__vec_push(&o->ops, op) ||
+    bool is_sorted = !last || (tb__match_compare(last, &op) < 0 && !tb__match_is_same_task(last, &op));
+    if (u->failed || op.nviews == 0 || !is_sorted || !tb__vec_push(&o->ops, op) ||
         !tb__vec_reserve(&o->views, op.nviews))
         return false;
     for (uint32_t i = 0; i < op.nviews; i++) {
@@ -217,7 +263,7 @@ static bool unpack_op(tb__unpack *u, offer *o, const tb__match_op *last) {
 }
 
 static bool unpack_end(tb__unpack *u, offer *o) {
-    size_t n = tb__unpack_count(u, 12), first = o->ops.count;
+    size_t n = tb__unpack_count(u, 16), first = o->ops.count;
     for (size_t i = 0; i < n && !u->failed; i++) {
         if (!unpack_op(u, o, o->ops.count > first ? &o->ops.item[o->ops.count - 1] : NULL))
             return false;
@@ -229,7 +275,10 @@ static bool unpack_end(tb__unpack *u, offer *o) {
 static tb_status compare_offer(tb_copy *copy, const tb__copy_peer *peer, tb__unpack *u, offer *o) {
     bool is_good = unpack_end(u, o);
     size_t nrecvs = o->ops.count;
-    is_good = is_good && unpack_end(u, o) && tb__unpack_is_done(u);
+    is_good = is_good && unpack_end(u, o);
+    uint32_t has_ir = tb__unpack_u32(u);
+    uint64_t hash = tb__unpack_u64(u);
+    is_good = is_good && tb__unpack_is_done(u) && has_ir <= 1;
     if (!is_good)
         return tb__fail(TB_INVALID, "%s sent an invalid offer of %zu bytes for run %" PRIu64, peer->label,
                         peer->offer_nbytes, copy->run);
@@ -239,8 +288,15 @@ static tb_status compare_offer(tb_copy *copy, const tb__copy_peer *peer, tb__unp
     its_sends.ops = its_sends.nops ? o->ops.item + nrecvs : NULL;
     /* Both ends check the lower seat's sends first, and so find the same failure. */
     bool is_lower = copy->index < peer->seat;
-    TB_TRY(is_lower ? tb__match_ends(&sends, &its_recvs) : tb__match_ends(&its_sends, &recvs));
-    return is_lower ? tb__match_ends(&its_sends, &recvs) : tb__match_ends(&sends, &its_recvs);
+    const char *first = is_lower ? sends.label : peer->label, *second = is_lower ? peer->label : sends.label;
+    if (has_ir != (copy->ir != NULL))
+        return tb__fail(TB_CONFLICT, "one of %s and %s executes an IR, and the other one runs operations", first,
+                        second);
+    if (copy->ir && hash != copy->ir_hashes[peer->seat])
+        return tb__fail(TB_CONFLICT, "the IRs of %s and %s have different chunks or buckets for each other", first,
+                        second);
+    TB_TRY(is_lower ? tb__match_ends(&sends, &its_recvs, false) : tb__match_ends(&its_sends, &recvs, false));
+    return is_lower ? tb__match_ends(&its_sends, &recvs, false) : tb__match_ends(&sends, &its_recvs, false);
 }
 
 static tb_status check_offers(tb_copy *copy) {
@@ -389,6 +445,9 @@ tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
     tb_status status = run_copy_service(copy);
     copy->is_running = false;
     copy->sends.ops.count = copy->recvs.ops.count = copy->views.count = 0;
+    copy->refused.status = TB_OK;
+    for (size_t i = 0; i < copy->handshake.npeers; i++)
+        memset(copy->peers[i].nwithout_id, 0, sizeof copy->peers[i].nwithout_id);
     tb__copy_drop_backlog(copy);
     tb__loop_unlock(loop);
     return status;

@@ -26,6 +26,14 @@ static void set_all(uint32_t *data, size_t n, uint32_t value) {
         data[i] = value;
 }
 
+static void send(tb_copy *copy, tb_copy_view view, int32_t seat, uint64_t id) {
+    check_ok(tb_copy_submit_send(copy, &view, 1, seat, id));
+}
+
+static void receive(tb_copy *copy, tb_copy_view view, int32_t seat, uint64_t id) {
+    check_ok(tb_copy_submit_recv(copy, &view, 1, seat, id));
+}
+
 /* ---- What is copied -------------------------------------------------------------------------------------------- */
 
 /* Every rank sends to every rank, itself too, in run after run; one of them does nothing in every other run. */
@@ -197,6 +205,104 @@ static void ranks_swap(void **state) {
 
 /* ---- What fails ------------------------------------------------------------------------------------------------ */
 
+/* Operations without ids are paired by order, with each rank apart; submits under one id are one operation. To the next
+ * rank, and to itself. */
+static void numbered_by_order(rank *r) {
+    enum { N = 4 };
+    tb_copy *copy = open_service(r, r->scene->shared);
+    int32_t next = (r->index + 1) % r->size, last = (r->index + r->size - 1) % r->size;
+    for (uint32_t round = 0; round < 2; round++) { /* the second counts from the beginning again */
+        uint32_t out[6][N], in[6][N], own[6][N];
+        for (uint32_t i = 0; i < 6; i++) {
+            set_all(out[i], N, 100 * (uint32_t)r->index + 10 * round + i);
+            set_all(in[i], N, POISON);
+            set_all(own[i], N, POISON);
+        }
+        const uint64_t ids[] = {TB_NO_TASK, 40, TB_NO_TASK, 41, 40, 41};
+        for (uint32_t i = 0; i < 6; i++) {
+            bool has_id = ids[i] != TB_NO_TASK;
+            send(copy, row(out[i], N), next, has_id ? ids[i] + 10 * (uint32_t)r->index : TB_NO_TASK);
+            send(copy, row(out[i], N), r->index, has_id ? ids[i] + 100 + 10 * (uint32_t)r->index : TB_NO_TASK);
+        }
+        static const uint32_t order[] = {1, 0, 3, 4, 2, 5}; /* only what has the same id, or none, keeps its order */
+        for (uint32_t i = 0; i < 6; i++) {
+            uint64_t id = ids[order[i]];
+            bool has_id = id != TB_NO_TASK;
+            receive(copy, row(in[order[i]], N), last, has_id ? id + 10 * (uint32_t)last : TB_NO_TASK);
+            receive(copy, row(own[order[i]], N), r->index, has_id ? id + 100 + 10 * (uint32_t)r->index : TB_NO_TASK);
+        }
+        check_ok(tb_copy_run(copy, 0));
+        for (uint32_t i = 0; i < 6; i++) {
+            check(is_all(in[i], N, 100 * (uint32_t)last + 10 * round + i));
+            check(is_all(own[i], N, 100 * (uint32_t)r->index + 10 * round + i));
+        }
+    }
+    tb_copy_close(copy);
+}
+
+static void ids_may_be_left_out_or_repeated(void **state) {
+    (void)state;
+    tb_copy_opts staged = {.size = sizeof staged, .staged = true};
+    run_ranks(numbered_by_order, 3, 0, NULL);
+    run_ranks(numbered_by_order, 3, 0, &staged);
+    run_ranks(numbered_by_order, 1, 0, NULL);
+}
+
+static tb_copy_view matrix(void *data, tb_dtype dtype, int ndim, int64_t rows, int64_t columns) {
+    tb_copy_view v = {.size = sizeof v, .data = data, .dtype = dtype, .ndim = ndim, .shape = {rows, columns}};
+    if (ndim == 1)
+        v.shape[0] = columns;
+    return v;
+}
+
+/* Copies within the rank are cast and broadcast. The run as a whole fails if one can't be, and nothing is written. */
+static void converts(rank *r) {
+    tb_copy_opts opts = {.size = sizeof opts, .convert_local = true};
+    tb_copy *copy = open_service(r, &opts);
+    static const uint16_t rounded[] = {0x3fc0, 0xc000, 0x4780};
+    float from[3] = {1.5f, -2.0f, 65536.0f}, columns[2] = {1.0f, 2.0f}, wide[2][3], one = 7.0f;
+    uint32_t back[3], bits[3];
+    uint16_t halves[3] = {0}, filled[2][3];
+    send(copy, matrix(from, TB_F32, 1, 0, 3), r->index, 1);
+    receive(copy, matrix(halves, TB_BF16, 1, 0, 3), r->index, 1);
+    send(copy, matrix(columns, TB_F32, 2, 2, 1), r->index, 2);
+    receive(copy, matrix(wide, TB_F32, 2, 2, 3), r->index, 2);
+    send(copy, matrix(&one, TB_F32, 0, 0, 0), r->index, 3);
+    receive(copy, matrix(filled, TB_BF16, 2, 2, 3), r->index, 3);
+    check_ok(tb_copy_run(copy, 0));
+    for (int i = 0; i < 3; i++) {
+        check(halves[i] == rounded[i]);
+        check(wide[0][i] == 1.0f && wide[1][i] == 2.0f);
+        check(filled[0][i] == 0x40e0 && filled[1][i] == 0x40e0);
+    }
+    send(copy, matrix(halves, TB_BF16, 1, 0, 3), r->index, TB_NO_TASK);
+    receive(copy, matrix(back, TB_F32, 1, 0, 3), r->index, TB_NO_TASK);
+    check_ok(tb_copy_run(copy, 0));
+    memcpy(bits, from, sizeof bits);
+    check(memcmp(back, bits, sizeof back) == 0);
+    set_all(back, 3, POISON);
+    send(copy, matrix(from, TB_F32, 1, 0, 3), r->index, 1);
+    receive(copy, matrix(back, TB_F32, 1, 0, 3), r->index, 1);
+    send(copy, matrix(wide, TB_F32, 2, 2, 3), r->index, 2);
+    receive(copy, matrix(halves, TB_F32, 1, 0, 1), r->index, 2);
+    check_fails(tb_copy_run(copy, 0), TB_CONFLICT, "[2,3] can't be broadcast to [1]");
+    check(is_all(back, 3, POISON));
+    send(copy, matrix(from, TB_F32, 1, 0, 3), r->index, 1);
+    receive(copy, matrix(wide, TB_I32, 1, 0, 3), r->index, 1);
+    check_fails(tb_copy_run(copy, 0), TB_REFUSED, "there is no cast from f32 to i32");
+    tb_copy_close(copy);
+    copy = open_service(r, NULL); /* who does not ask for it does not get it */
+    send(copy, matrix(from, TB_F32, 1, 0, 3), r->index, 1);
+    receive(copy, matrix(halves, TB_BF16, 1, 0, 3), r->index, 1);
+    check_fails(tb_copy_run(copy, 0), TB_CONFLICT, "has 12 bytes on");
+    tb_copy_close(copy);
+}
+
+static void own_copies_are_converted(void **state) {
+    (void)state;
+    run_ranks(converts, 1, 0, NULL);
+}
+
 typedef enum fault {
     UNRECEIVED,
     UNSENT,
@@ -208,9 +314,11 @@ typedef enum fault {
     DOUBLED_SEND,
     DOUBLED_RECV,
     DOUBLED_BOTH,
+    ONE_WITHOUT_ID,
     LOCAL_ALONE,
     LOCAL_SIZES,
     SAME_TARGET,
+    SAME_TARGET_OF_ONE,
     FOLDED_TARGET,
     LOCAL_OVERLAP,
     LOCAL_READ,
@@ -228,24 +336,19 @@ static const struct {
     [ITEMS] = {TB_CONFLICT, "tensor 0 of task 70 has items of 32 bits", "(a 1), which sends it, but of 64 on"},
     [COUNTS] = {TB_CONFLICT, "task 70 has 1 tensors on rank", "(a 1), which sends it, but 2 on"},
     [SHAPES] = {TB_CONFLICT, "tensor 0 of task 70 is strided like [2,3]", "and like [3,2]"},
-    [DOUBLED_SEND] = {TB_CONFLICT, "(a 1) has submitted task 70 twice: to rank", "(a 2), and to rank"},
-    [DOUBLED_RECV] = {TB_CONFLICT, "(a 2) has submitted task 70 twice: from rank", "(a 1), and from rank"},
+    [DOUBLED_SEND] = {TB_CONFLICT, "task 70 has 2 tensors on rank", "(a 1), which sends it, but 1 on rank"},
+    [DOUBLED_RECV] = {TB_CONFLICT, "task 70 has 1 tensors on rank", "(a 1), which sends it, but 2 on rank"},
+    [ONE_WITHOUT_ID] = {TB_CONFLICT, "(a 1) sends operation 1 without a task id to rank",
+                        "(a 2), which does not receive it"},
     [DOUBLED_BOTH] = {TB_CONFLICT, "(a 1) has submitted task 70 twice: to rank", "(a 2), and from rank"},
     [LOCAL_ALONE] = {TB_CONFLICT, "(a 1) sends task 70 to rank", "(a 1), which does not receive it"},
     [LOCAL_SIZES] = {TB_CONFLICT, "tensor 0 of task 70 has 32 bytes", "but 28 on"},
-    [SAME_TARGET] = {TB_INVALID, "(a 2): tasks 7", "would be received into the same memory"},
+    [SAME_TARGET] = {TB_INVALID, "(a 2): task 7", "would be received into the same memory"},
+    [SAME_TARGET_OF_ONE] = {TB_INVALID, "(a 2): two tensors of task 70", "would be received into the same memory"},
     [FOLDED_TARGET] = {TB_INVALID, "(a 2): ", "task 70 has several elements in the same memory"},
     [LOCAL_OVERLAP] = {TB_INVALID, "(a 1): ", "task 70 sends memory that is received into"},
     [LOCAL_READ] = {TB_INVALID, "(a 1): ", "task 70 sends memory that is received into"},
 };
-
-static void send(tb_copy *copy, tb_copy_view view, int32_t seat, uint64_t id) {
-    check_ok(tb_copy_submit_send(copy, &view, 1, seat, id));
-}
-
-static void receive(tb_copy *copy, tb_copy_view view, int32_t seat, uint64_t id) {
-    check_ok(tb_copy_submit_recv(copy, &view, 1, seat, id));
-}
 
 typedef struct memory {
     uint32_t out[64], in[64];
@@ -267,6 +370,10 @@ static void do_wrong_sending(tb_copy *copy, fault f, memory *m) {
         break;
     case DOUBLED_BOTH:
         receive(copy, row(m->in, 8), 0, 70);
+        break;
+    case ONE_WITHOUT_ID:
+        send(copy, v, 2, TB_NO_TASK);
+        send(copy, v, 2, TB_NO_TASK);
         break;
     case LOCAL_ALONE:
         send(copy, v, 1, 70);
@@ -317,10 +424,16 @@ static void do_wrong_receiving(tb_copy *copy, fault f, memory *m) {
             .size = sizeof(tb_copy_view), .data = m->in, .dtype = TB_U32, .ndim = 2, .shape = {3, 2}, .strides = gaps};
         break;
     case DOUBLED_RECV:
-        receive(copy, v, 1, 70);
+        receive(copy, row(m->in + 8, 8), 1, 70);
+        break;
+    case ONE_WITHOUT_ID:
+        receive(copy, row(m->in + 8, 8), 1, TB_NO_TASK);
         break;
     case SAME_TARGET:
         receive(copy, row(m->in + 7, 8), 0, 73);
+        break;
+    case SAME_TARGET_OF_ONE:
+        receive(copy, row(m->in + 7, 8), 1, 70);
         break;
     case FOLDED_TARGET:
         v.strides = folded;
@@ -359,7 +472,7 @@ static void go_wrong(rank *r) {
             send(copy, row(m.out, 1), 1, 72);
         check_fails(tb_copy_run(copy, 0), expected[f].status, expected[f].words);
         check(strstr(tb_error_detail(), expected[f].id));
-        check(strstr(tb_error_detail(), "copy service 'c'"));
+        check(strstr(tb_error_detail(), "copy service 'c' over shm"));
         check(is_all(m.in, 64, POISON) && is_all(m.out, 64, 3));
         add_good(copy, r, &m); /* the next one succeeds */
         check_ok(tb_copy_run(copy, 0));
@@ -639,6 +752,8 @@ int main(void) {
         cmocka_unit_test(runs_alone),
         cmocka_unit_test(options_may_differ),
         cmocka_unit_test(strides_and_several_tensors),
+        cmocka_unit_test(ids_may_be_left_out_or_repeated),
+        cmocka_unit_test(own_copies_are_converted),
         cmocka_unit_test(services_are_apart),
         cmocka_unit_test(ranks_swap),
         cmocka_unit_test(faults_fail_everywhere),

@@ -14,17 +14,28 @@ typedef struct tb__match_view {
     int64_t strides[TB_MAX_DIMS];
     tb_shape common;     /* after matching: the shape that both ends use */
     bool is_invalidated; /* its memory was */
+    /* As it was given, for copies that cast and broadcast. */
+    tb_dtype given_dtype;
+    tb_shape given_shape;
+    int64_t given_strides[TB_MAX_DIMS];
 } tb__match_view;
 
 typedef struct tb__match_op {
-    uint64_t task_id;
-    int32_t seat;      /* of the other end */
-    uint32_t nviews;   /* at least 1 */
+    uint64_t task_id; /* or, of operations without one, how many of those with the same seat came before it */
+    bool has_no_id;   /* it was submitted with TB_NO_TASK */
+    int32_t seat;     /* of the other end */
+    uint32_t nviews;
     size_t first_view; /* in the list of views */
     size_t number;     /* in the order of submission */
 } tb__match_op;
 
-/* One rank's operations with another rank, by task id, each once. */
+/* "task 7", or "operation 2 without a task id". */
+typedef struct tb__op_name {
+    char text[64];
+} tb__op_name;
+tb__op_name tb__match_name(const tb__match_op *op);
+
+/* One rank's operations with another rank, as tb__match_compare sorts them. */
 typedef struct tb__match_end {
     const char *label; /* "rank 6 (inference 2)" */
     const tb__match_op *ops;
@@ -38,12 +49,16 @@ tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out);
 /* The unsigned dtype for items of so many bits; TB_DTYPE_NONE: there is none. */
 tb_dtype tb__match_carrier(uint32_t item_bits);
 
-/* Matches operations of equal position, one to one and view by view. Sets the common shapes at both ends. */
-tb_status tb__match_ends(const tb__match_end *sender, const tb__match_end *receiver);
+/* Matches operations of equal position, one to one and view by view. Sets the common shapes at both ends. `converts`:
+ * where dtypes or shapes differ, the source is cast and broadcast to the target, and both views get their given dtypes;
+ * only for copies within a rank. */
+tb_status tb__match_ends(const tb__match_end *sender, const tb__match_end *receiver, bool converts);
 
 /* The strides of the view in its common shape. */
 void tb__match_strides(const tb__match_view *view, int64_t *strides);
 
-int tb__match_compare(const void *a, const void *b); /* of tb__match_op: by seat, then task id */
+/* Of tb__match_op: by seat, those without a task id last, by task id, and as submitted. */
+int tb__match_compare(const void *a, const void *b);
+bool tb__match_is_same_task(const tb__match_op *a, const tb__match_op *b);
 
 #endif

@@ -17,8 +17,8 @@ static tb_copy_view vector(int64_t n) {
 static void pairs_by_id(void **state) {
     (void)state;
     tb_copy_view a = vector(8), b = vector(16), c = vector(24);
-    tb_copy_op sends[] = {{7, &a, 1}, {UINT64_MAX, &b, 1}, {0, &c, 1}};
-    tb_copy_op recvs[] = {{0, &c, 1}, {7, &a, 1}, {UINT64_MAX, &b, 1}};
+    tb_copy_op sends[] = {{7, &a, 1}, {UINT64_MAX - 1, &b, 1}, {0, &c, 1}};
+    tb_copy_op recvs[] = {{0, &c, 1}, {7, &a, 1}, {UINT64_MAX - 1, &b, 1}};
     size_t recv_of[3];
     assert_ok(tb_copy_match_local(3, sends, 3, recvs, 3, recv_of));
     assert_int_equal(recv_of[0], 1);
@@ -40,15 +40,30 @@ static void several_tensors_under_one_id(void **state) {
     assert_fails(tb_copy_match_local(1, &one, 1, &recv, 1, &recv_of), TB_CONFLICT, "task 5 has 1 tensors on rank 1");
 }
 
-/* As two operations the second would take the place of the first. */
-static void an_id_is_used_once(void **state) {
+/* Under one id, and without one, operations are paired in their order. */
+static void in_order(void **state) {
     (void)state;
-    tb_copy_view data = vector(64), scale = vector(2);
-    tb_copy_op sends[] = {{5, &data, 1}, {5, &scale, 1}}, recvs[] = {{5, &data, 1}, {5, &scale, 1}};
-    size_t recv_of[2] = {77, 77};
-    assert_fails(tb_copy_match_local(4, sends, 2, recvs, 2, recv_of), TB_CONFLICT, "rank 4 sends task 5 twice");
-    assert_fails(tb_copy_match_local(4, sends, 1, recvs, 2, recv_of), TB_CONFLICT, "rank 4 receives task 5 twice");
-    assert_int_equal(recv_of[0], 77);
+    tb_copy_view data = vector(64), scale = vector(2), other = vector(8);
+    for (int has_id = 0; has_id < 2; has_id++) {
+        uint64_t id = has_id ? 5 : TB_NO_TASK;
+        tb_copy_op sends[] = {{id, &data, 1}, {6, &other, 1}, {id, &scale, 1}};
+        tb_copy_op recvs[] = {{id, &data, 1}, {id, &scale, 1}, {6, &other, 1}};
+        tb_copy_op swapped[] = {{id, &scale, 1}, {id, &data, 1}, {6, &other, 1}};
+        size_t recv_of[3] = {77, 77, 77};
+        assert_fails(tb_copy_match_local(4, sends, 3, swapped, 3, recv_of), TB_CONFLICT,
+                     has_id ? "tensor 0 of task 5 has 64 bytes" : "of operation 0 without a task id has 64 bytes");
+        assert_fails(tb_copy_match_local(4, sends, 2, recvs, 3, recv_of), TB_CONFLICT,
+                     has_id ? "rank 4 is to receive task 5 from rank 4"
+                            : "is to receive operation 1 without a task id");
+        assert_int_equal(recv_of[0], 77);
+        assert_ok(tb_copy_match_local(4, sends, 3, recvs, 3, recv_of));
+        assert_int_equal(recv_of[0], 0);
+        assert_int_equal(recv_of[1], 2);
+        assert_int_equal(recv_of[2], 1);
+    }
+    tb_copy_op sends[] = {{5, &data, 1}, {TB_NO_TASK, &data, 1}}, recv = {TB_NO_TASK, &data, 1};
+    size_t recv_of[2];
+    assert_fails(tb_copy_match_local(4, sends, 2, &recv, 1, recv_of), TB_CONFLICT, "rank 4 sends task 5 to rank 4");
 }
 
 static void both_ends_must_be_there(void **state) {
@@ -62,8 +77,14 @@ static void both_ends_must_be_there(void **state) {
     assert_fails(tb_copy_match_local(2, &six, 1, &five, 1, recv_of), TB_CONFLICT, "rank 2 is to receive task 5");
     assert_fails(tb_copy_match_local(2, both, 2, &five, 1, recv_of), TB_CONFLICT, "rank 2 sends task 6 to rank 2");
     assert_fails(tb_copy_match_local(2, &five, 1, both, 2, recv_of), TB_CONFLICT, "rank 2 is to receive task 6");
+    /* without views, only ids are paired */
     five.nviews = 0;
-    assert_fails(tb_copy_match_local(2, &five, 1, &five, 1, recv_of), TB_INVALID, "task 5 has 0 tensors");
+    recv_of[0] = 77;
+    assert_ok(tb_copy_match_local(2, &five, 1, &five, 1, recv_of));
+    assert_int_equal(recv_of[0], 0);
+    five.views = NULL;
+    assert_ok(tb_copy_match_local(2, &five, 1, &five, 1, recv_of));
+    assert_fails(tb_copy_match_local(2, &five, 1, &six, 1, recv_of), TB_CONFLICT, "rank 2 sends task 5 to rank 2");
 }
 
 static tb_status match(tb_copy_view from, tb_copy_view to) {
@@ -172,10 +193,10 @@ static void memory_is_short(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(pairs_by_id),        cmocka_unit_test(several_tensors_under_one_id),
-        cmocka_unit_test(an_id_is_used_once), cmocka_unit_test(both_ends_must_be_there),
-        cmocka_unit_test(sizes_and_views),    cmocka_unit_test(shapes_are_split),
-        cmocka_unit_test(too_fine),           cmocka_unit_test(four_bits),
+        cmocka_unit_test(pairs_by_id),     cmocka_unit_test(several_tensors_under_one_id),
+        cmocka_unit_test(in_order),        cmocka_unit_test(both_ends_must_be_there),
+        cmocka_unit_test(sizes_and_views), cmocka_unit_test(shapes_are_split),
+        cmocka_unit_test(too_fine),        cmocka_unit_test(four_bits),
         cmocka_unit_test(memory_is_short),
     };
     return cmocka_run_group_tests_name("match", tests, NULL, NULL);

@@ -119,6 +119,8 @@ static void make_graph(graph *g, uint64_t seed, int32_t nranks) {
     for (size_t i = 0; i < g->nops; i++) {
         operation *op = &g->ops[i];
         op->id = id += (uint64_t)rng_range(&r, 1, 1000) * 0x9E3779B97F4A7C15U | 1; /* wraps, and is never the same */
+        if (rng_range(&r, 0, 3) == 0)
+            op->id = TB_NO_TASK;
         op->ranks[0] = (int32_t)rng_range(&r, 0, nranks - 1);
         op->ranks[1] = (int32_t)rng_range(&r, 0, nranks - 1);
         op->nviews = (size_t)(rng_range(&r, 0, 2) == 0 ? rng_range(&r, 2, MOST_VIEWS) : 1);
@@ -157,12 +159,30 @@ static tb_copy_view view_of(const end *e, unsigned char *memory, int64_t *stride
     return v;
 }
 
-static void submit(tb_copy *copy, const operation *op, int which, unsigned char *memory) {
+/* `step` tensors at a time. */
+static void submit(tb_copy *copy, const operation *op, int which, unsigned char *memory, size_t step) {
     tb_copy_view views[MOST_VIEWS];
     int64_t strides[MOST_VIEWS][TB_MAX_DIMS];
     for (size_t i = 0; i < op->nviews; i++)
         views[i] = view_of(&op->views[i].ends[which], memory, strides[i]);
-    check_ok((which ? tb_copy_submit_recv : tb_copy_submit_send)(copy, views, op->nviews, op->ranks[!which], op->id));
+    for (size_t i = 0; i < op->nviews; i += step)
+        check_ok((which ? tb_copy_submit_recv : tb_copy_submit_send)(
+            copy, views + i, step < op->nviews - i ? step : op->nviews - i, op->ranks[!which], op->id));
+}
+
+/* Operations without an id keep their order; the others are rotated, by as many as this end likes. */
+static void submit_all(tb_copy *copy, const rank *r, const graph *g, rng *own, unsigned char *in, unsigned char *out) {
+    for (int has_id = 0; has_id < 2; has_id++) {
+        size_t start = has_id ? (size_t)rng_range(own, 0, MOST_OPS) : 0;
+        for (size_t i = 0; i < g->nops; i++) {
+            const operation *op = &g->ops[(start + i) % g->nops];
+            size_t step = has_id && rng_range(own, 0, 1) ? 1 : MOST_VIEWS;
+            for (int which = 0; which < 2 && (op->id != TB_NO_TASK) == has_id; which++) {
+                if (op->ranks[which] == r->index)
+                    submit(copy, op, which, which ? in : out, step);
+            }
+        }
+    }
 }
 
 static unsigned char *allocate(size_t nbytes, bool is_shared) {
@@ -201,14 +221,7 @@ static void run_graph(const rank *r, tb_copy *copy, graph *g, uint64_t seed) {
         }
     }
     memcpy(sent, tensor_bytes(out), nsent);
-    /* Each end submits in an order of its own. */
-    for (size_t i = 0, start = (size_t)rng_range(&own, 0, MOST_OPS); i < g->nops; i++) {
-        const operation *op = &g->ops[(start + i) % g->nops];
-        for (int which = 0; which < 2; which++) {
-            if (op->ranks[which] == r->index)
-                submit(copy, op, which, which ? in : out);
-        }
-    }
+    submit_all(copy, r, g, &own, in, out);
     check_ok(tb_copy_run(copy, 0));
     check(memcmp(tensor_bytes(in), wanted, nreceived) == 0);
     check(memcmp(tensor_bytes(out), sent, nsent) == 0);

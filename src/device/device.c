@@ -3,6 +3,7 @@
 
 #include "base/descriptors.h"
 #include "base/mem.h"
+#include "base/process.h"
 #include "device/host/memory.h"
 
 #include <errno.h>
@@ -58,7 +59,7 @@ void tb__device_close(tb__device *device) {
 void tb__memory_key_fini(tb__memory_key *key) {
     tb__pack_fini(&key->bytes);
     for (size_t i = 0; i < key->fds.count; i++)
-        close(key->fds.item[i]);
+        tb__fd_close(key->fds.item[i]);
     free(key->fds.item);
     *key = (tb__memory_key){0};
 }
@@ -68,7 +69,7 @@ tb_status tb__memory_key_copy(const tb__memory_key *key, tb__memory_key *out) {
     tb__pack_raw(&out->bytes, key->bytes.data, key->bytes.count);
     tb_status status = out->bytes.failed || !tb__vec_reserve(&out->fds, key->fds.count) ? TB_NO_MEMORY : TB_OK;
     for (size_t i = 0; i < key->fds.count && status == TB_OK; i++) {
-        int fd = fcntl(key->fds.item[i], F_DUPFD_CLOEXEC, 0);
+        int fd = tb__fd_own(fcntl(key->fds.item[i], F_DUPFD_CLOEXEC, 0));
         if (fd < 0)
             status = tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
         else
@@ -112,6 +113,23 @@ bool tb__devices_free(void *address) {
     return false;
 }
 
+tb_status tb__device_check_extent(tb__device *device, const void *address, size_t nbytes) {
+    tb__memory memory;
+    int unit = 0;
+    size_t known = 0; /* bytes from the address on */
+    while (known < nbytes && device->ops->find(device, (const char *)address + known, 1, &memory)) {
+        unit = known == 0 ? memory.index : unit;
+        if (memory.index != unit)
+            return tb__fail(TB_INVALID, "it begins on %s, and is on %s from byte %zu on: a tensor is on one of them",
+                            tb__device_unit_name(device, unit), tb__device_unit_name(device, memory.index), known);
+        known = (size_t)((char *)memory.base + memory.nbytes - (const char *)address);
+    }
+    if (known >= nbytes)
+        return TB_OK;
+    return tb__fail(TB_INVALID, "it has %zu bytes, but the memory on %s that it begins in ends after %zu of them",
+                    nbytes, tb__device_unit_name(device, unit), known);
+}
+
 /* ---- Defaults of slots ------------------------------------------------------------------------------------------- */
 
 const char *tb__device_unit_name(tb__device *device, int index) {
@@ -140,6 +158,10 @@ tb_status tb__device_map(tb__device *device, const tb__memory_key *key, bool is_
     if (!device->ops->map)
         return tb__fail(TB_REFUSED, "device %s maps no memory of other processes", device->ops->name);
     return device->ops->map(device, key, is_writable, out);
+}
+
+tb_status tb__device_try_access(tb__device *device, int index, const void *address, size_t nbytes) {
+    return device->ops->try_access ? device->ops->try_access(device, index, address, nbytes) : TB_OK;
 }
 
 static tb_status refuse_streams(const tb__device *device) {

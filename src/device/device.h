@@ -20,6 +20,7 @@
 #define TB_DEVICE_DEVICE_H
 
 #include "base/error.h"
+#include "base/mem.h"
 #include "base/pack.h"
 #include "device/move.h"
 
@@ -46,6 +47,20 @@ typedef struct tb__memory {
     uint64_t epoch;    /* tells it apart from earlier memory at the same address */
     bool is_shareable; /* with other processes */
 } tb__memory;
+
+/* What a program can remap or free at once: an allocation, or a piece of one. */
+typedef struct tb__memory_id {
+    const void *base;
+    uint64_t id;
+} tb__memory_id;
+
+typedef TB_VEC(tb__memory_id) tb__memory_ids;
+
+typedef enum tb__memory_change {
+    TB__MEMORY_SAME,
+    TB__MEMORY_REMAPPED, /* other memory is at that address */
+    TB__MEMORY_GONE,     /* none is */
+} tb__memory_change;
 
 /* First member of every mapping. */
 struct tb__mapping {
@@ -89,6 +104,10 @@ typedef struct tb__device_ops {
 
     /* Whether the device owns all of these bytes; *out describes their memory. Any thread. */
     bool (*find)(tb__device *device, const void *address, size_t nbytes, tb__memory *out);
+    /* (optional; default: memory does not change) Appends the pieces of memory that `find` found. Any thread. */
+    tb_status (*list_ids)(tb__device *device, const tb__memory *memory, tb__memory_ids *out);
+    /* (with list_ids) What has become of a piece. Cheap. Any thread. */
+    tb__memory_change (*check_id)(tb__device *device, const tb__memory_id *id);
     /* Any thread. `index` is that of tb__memory. */
     tb_status (*alloc)(tb__device *device, int index, size_t nbytes, void **out);
     void (*free)(tb__device *device, void *address); /* NULL is allowed */
@@ -111,6 +130,10 @@ typedef struct tb__device_ops {
      * moves can also name addresses from the mapping's base on, like those of the device's own memory; the host refuses
      * that (TB_REFUSED). */
     tb_status (*map)(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out);
+    /* (optional; default: TB_OK) Whether a unit can read memory of another one, in its jobs' sources and buffers:
+     * memory that `find` found, or from a mapping's base on. It is tried, and where the device can give the unit
+     * access, it does. TB_REFUSED: it can't; the sentence says why. Any thread. */
+    tb_status (*try_access)(tb__device *device, int index, const void *address, size_t nbytes);
     /* No run of a job that uses it may be under way, and such a job must not be run again. */
     void (*unmap)(tb__device *device, tb__mapping *mapping);
 
@@ -162,10 +185,15 @@ tb_status tb__device_open(const char *name, tb__device **out);
 bool tb__devices_free(void *address);
 void tb__device_close(tb__device *device); /* NULL is allowed */
 
+/* Fails unless all of the bytes are memory of the unit that has the first of them, which may be in several memories
+ * side by side. */
+tb_status tb__device_check_extent(tb__device *device, const void *address, size_t nbytes);
+
 /* Call the slot of that name, or the default above if it is NULL. */
 const char *tb__device_unit_name(tb__device *device, int index);
 tb_status tb__device_share(tb__device *device, const tb__memory *memory, tb__memory_key *key);
 tb_status tb__device_map(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out);
+tb_status tb__device_try_access(tb__device *device, int index, const void *address, size_t nbytes);
 tb_status tb__device_stream_record(tb__device *device, const void *stream, tb__fence *fence);
 tb_status tb__device_stream_wait(tb__device *device, const void *stream, const tb__fence *fence);
 tb_status tb__device_gate_create(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);

@@ -8,8 +8,7 @@
 
 /* Numbers that fill bytes. */
 static bool can_reduce(tb_dtype dtype) {
-    tb__dtype_class class = tb__dtype_class_of(dtype);
-    return tb__dtype_is_castable(dtype) || dtype == TB_F64 || class == TB__INTEGER;
+    return tb__dtype_class_of(dtype) != TB__OPAQUE;
 }
 
 bool tb__move_is_empty(const tb__move *move) {
@@ -23,7 +22,7 @@ bool tb__move_is_empty(const tb__move *move) {
 static tb_status check_casts(const tb__move *move) {
     const tb_dtype step[3] = {move->src_dtype, move->wire_dtype, move->dst_dtype};
     for (int i = 0; i < 2; i++) {
-        if (step[i] != step[i + 1] && !(tb__dtype_is_castable(step[i]) && tb__dtype_is_castable(step[i + 1])))
+        if (step[i] != step[i + 1] && !tb__dtype_can_cast(step[i], step[i + 1]))
             return tb__fail(TB_REFUSED, "there is no cast from %s to %s", tb_dtype_name(step[i]),
                             tb_dtype_name(step[i + 1]));
     }

@@ -5,8 +5,9 @@
  *
  * Sources combine in their order: 8- and 16-bit floats in f32, the others in their own dtype, integers modulo their
  * width. The result is rounded once, to the wire dtype, and cast from there, so that the bits are the same whether
- * the data is staged in the wire dtype or not. There are casts among f32, f16, bf16, f8e4m3 and f8e5m2
- * (device/host/kernel.h has the rules). min and max give NaN where any source has one. */
+ * the data is staged in the wire dtype or not. There are casts among floats (device/host/kernel.h
+ * has the rules; f64 goes through f32) and among integers, which keep their low bits. min and max give NaN where any
+ * source has one. */
 #ifndef TB_DEVICE_MOVE_H
 #define TB_DEVICE_MOVE_H
 

@@ -12,6 +12,7 @@ enum { MAX_ABORTS = 64, MAX_STARTS = 64, ABORT_ACK_MS = 1000 };
 
 bool tb__flow_record_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
     tb__flow_record_started(flow, attempt);
+    flow->attempts.announced = attempt > flow->attempts.announced ? attempt : flow->attempts.announced;
     if (flow->attempts.starts.count && tb__flow_number(flow, attempt) == number)
         return true;
     if (flow->attempts.starts.count == MAX_STARTS)
@@ -60,12 +61,40 @@ void tb__flow_record_started(tb__flow *flow, uint64_t started) {
 
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->attempt && tb__flow_last_attempt(flow, is_send) < flow->attempts.started) {
+    uint64_t last = tb__flow_last_attempt(flow, is_send);
+    /* A rank that has left may have heard of a transfer before this one: its number is still to come. */
+    bool is_announced =
+        last < flow->attempts.announced || flow->o.lead >= flow->nmembers || flow->members[flow->o.lead].is_gone;
+    if (!leg->attempt && !leg->awaits_choice && last < flow->attempts.started && is_announced) {
         leg->attempt = tb__flow_count_attempt(flow, is_send);
         leg->number = tb__flow_number(flow, leg->attempt);
         leg->wake_ms = 0;
     }
     return leg->attempt > 0;
+}
+
+void tb__flow_await_choice(tb__flow *flow) {
+    flow->recv.awaits_choice = true;
+}
+
+void tb__flow_choose(tb__flow *flow, uint64_t attempt) {
+    if (!flow->recv.awaits_choice || attempt == 0)
+        return;
+    flow->recv.awaits_choice = false;
+    flow->attempts.last_received = attempt - 1;
+    tb__loop_wake(flow->o.loop);
+}
+
+bool tb__flow_get_offer(const tb__flow *flow, uint64_t *attempt, uint64_t *number) {
+    *attempt = tb__flow_next_attempt(flow, false);
+    *number = tb__flow_number(flow, *attempt);
+    return *attempt <= flow->attempts.started && flow->report.broken.status == TB_OK;
+}
+
+void tb__flow_supersede(tb__flow *flow, uint64_t attempt, const char *why) {
+    uint64_t number = tb__flow_number(flow, attempt);
+    tb__flow_record_abort(flow, attempt, number, TB_SUPERSEDED, why);
+    tb__flow_tell_all_abort(flow, attempt, number, TB_SUPERSEDED, why);
 }
 
 /* ---- Failed attempts ------------------------------------------------------------------------------------------- */
@@ -82,6 +111,10 @@ const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt) {
     return at < flow->attempts.aborts.count && flow->attempts.aborts.item[at].first <= attempt
                ? &flow->attempts.aborts.item[at]
                : NULL;
+}
+
+bool tb__flow_is_aborted(const tb__flow *flow, uint64_t attempt) {
+    return tb__flow_find_abort(flow, attempt) != NULL;
 }
 
 /* Whether a leg has, or waits for, an attempt in the gap between before[0] and before[1]. */

@@ -28,6 +28,7 @@ typedef struct tb__abort {
 
 struct flow_attempts {
     uint64_t started;                  /* the last attempt that this rank knows to have started */
+    uint64_t announced;                /* the last one whose number it knows */
     TB_VEC(issued) starts;             /* ascending */
     uint64_t last_sent, last_received; /* taken by legs of this rank */
     TB_VEC(tb__abort) aborts;          /* ascending */

@@ -1,16 +1,14 @@
-/* Which tensors can be reached. Senders tell readers where their tensors are (BIND); readers try to map or read them,
- * and answer which buckets have to be staged for them, and why (REACH). */
+/* Which tensors can be reached. Senders tell readers where their tensors are (BIND), and readers try to map or read
+ * them; what comes of it is in reach.c. */
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
 #include "base/int.h"
 
 #include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
-
-/* Shorter contiguous runs of bytes cost more to read one by one than to have packed. */
-enum { MIN_RUN = 2048 };
-enum { MAX_SENDERS_READ = 1024 }; /* at once, if they are not mapped */
 
 remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor) {
     size_t i = 0;
@@ -39,41 +37,59 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-/* Packs a key of the memory for the peer. Returns NULL, or the reason why there is none. */
-static const char *export_key(const tb__flow *flow, tb__region *region, tb__peer *peer, tb__pack *key) {
-    if (!region)
-        return "it has no elements here";
-    if (flow->o.hosts && flow->o.hosts[peer->rank] != flow->o.hosts[flow->o.rank])
-        return "it is on another machine";
-    if (tb__region_export(region, peer, key) != TB_OK)
-        return tb_error_detail();
-    return key->failed ? "there is no memory for its key" : NULL;
+/* ---- Reasons ---------------------------------------------------------------------------------------------------- */
+
+/* Neighbours mostly have the same. */
+const char *tb__flow_keep_reason(tb__flow *flow, const char *format, ...) {
+    char text[TB__REASON_MAX];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (flow->setup.last_reason && strcmp(flow->setup.last_reason, text) == 0)
+        return flow->setup.last_reason;
+    const char *kept = tb__arena_strdup(&flow->setup.arena, text);
+    if (!kept)
+        return "there is no memory for the reason";
+    return flow->setup.last_reason = kept;
 }
 
-/* Packs the key, or an empty one; then returns the reason. */
-static const char *pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
+/* Packs a key of the memory for the peer. False: there is none, for the reason in `why`. */
+static bool export_key(const tb__flow *flow, tb__region *region, tb__peer *peer, tb__pack *key,
+                       char why[TB__REASON_MAX]) {
+    int32_t rank = flow->o.rank;
+    *why = '\0';
+    if (!region)
+        snprintf(why, TB__REASON_MAX, "rank %" PRId32 " has no elements of it", rank);
+    else if (flow->o.hosts && flow->o.hosts[peer->rank] != flow->o.hosts[rank])
+        snprintf(why, TB__REASON_MAX, "ranks %" PRId32 " and %" PRId32 " are on different machines", rank, peer->rank);
+    else if (tb__region_export(region, peer, key) != TB_OK)
+        snprintf(why, TB__REASON_MAX, "rank %" PRId32 " can't share it: %s", rank, tb_error_detail());
+    else if (key->failed)
+        snprintf(why, TB__REASON_MAX, "rank %" PRId32 " has no memory for its key", rank);
+    return *why == '\0';
+}
+
+/* Packs the key, or an empty one and, with `says_why`, the reason. */
+static void pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer, bool says_why) {
     tb__pack key = {0};
-    const char *why = export_key(flow, region, peer, &key);
-    tb__pack_bytes(pack, key.data, why ? 0 : key.count);
+    char why[TB__REASON_MAX];
+    bool has_key = export_key(flow, region, peer, &key, why);
+    tb__pack_bytes(pack, key.data, has_key ? key.count : 0);
+    if (!has_key && says_why)
+        tb__pack_string(pack, why);
     tb__pack_fini(&key);
-    return why;
 }
 
 void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
-    (void)pack_key(pack, flow, region, peer);
-}
-
-static void pack_key_or_why(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
-    const char *why = pack_key(pack, flow, region, peer);
-    if (why)
-        tb__pack_string(pack, why);
+    pack_key(pack, flow, region, peer, false);
 }
 
 static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key_or_why(&pack, flow, flow->direct.exposures_region, reader->peer);
+    pack_key(&pack, flow, flow->direct.exposures_region, reader->peer, true);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
     tb__flow_pack_key(&pack, flow, reader->peer->rank == flow->o.rank ? NULL : flow->staged.on_device.region,
                       reader->peer);
@@ -88,7 +104,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->setup.overwritten[i]);
-        pack_key_or_why(&pack, flow, flow->setup.src_regions[i], reader->peer);
+        pack_key(&pack, flow, flow->setup.src_regions[i], reader->peer, true);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {
@@ -118,13 +134,7 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
     return TB_OK;
 }
 
-/* ---- REACH ----------------------------------------------------------------------------------------------------- */
-
-/* Copies a message into the flow's arena. */
-static const char *keep_sentence(tb__flow *flow, const char *sentence) {
-    const char *kept = tb__arena_strdup(&flow->setup.arena, sentence);
-    return kept ? kept : "there is no memory for the reason";
-}
+/* ---- What came with it ------------------------------------------------------------------------------------------- */
 
 /* Imports the memory by the key in the message. NULL: *why is the reason, or the message is malformed. */
 static tb__peer_memory *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
@@ -132,11 +142,11 @@ static tb__peer_memory *import_memory(tb__flow *flow, const member *m, tb__unpac
     tb__peer_memory *memory = NULL;
     const void *bytes = tb__unpack_bytes(message, &nbytes);
     if (!message->failed && nbytes == 0)
-        *why = keep_sentence(flow, tb__unpack_string(message));
+        *why = tb__flow_keep_reason(flow, "%s", tb__unpack_string(message));
     if (message->failed || nbytes == 0)
         return NULL;
     if (tb__peer_memory_import(m->peer, bytes, nbytes, &memory) != TB_OK) {
-        *why = keep_sentence(flow, tb_error_detail());
+        *why = tb__flow_keep_reason(flow, "rank %" PRId32 " can't map it: %s", flow->o.rank, tb_error_detail());
         return NULL;
     }
     return memory;
@@ -225,7 +235,8 @@ static bool reach_tensor(tb__flow *flow, remote_tensor *p, const span *read) {
     if (status == TB_OK && first < last)
         status = tb__peer_memory_probe(p->memory, (uint64_t)first);
     if (status != TB_OK)
-        p->why_staged = keep_sentence(flow, tb_error_detail());
+        p->why_staged =
+            tb__flow_keep_reason(flow, "rank %" PRId32 " can't read it: %s", flow->o.rank, tb_error_detail());
     return true;
 }
 
@@ -271,195 +282,6 @@ static bool unpack_remote_tensor(tb__flow *flow, member *m, tb__unpack *message)
     return is_in_order && !message->failed;
 }
 
-static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
-    const tb_ir *ir = flow->setup.ir;
-    const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
-    for (size_t i = 0; i < l->channel->nbuckets; i++) {
-        for (size_t j = 0; j < first[i].nentries; j++) {
-            const tb_chunk *chunk = &ir->chunks[ir->entries[first[i].first_entry + j].chunk];
-            for (uint32_t k = 0; k < l->nsenders; k++) {
-                const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[k]], chunk->tensor);
-                if (p && p->is_overwritten && !tb__flow_is_in_place(flow, chunk))
-                    return true;
-            }
-        }
-    }
-    return false;
-}
-
-/* How a bucket would be read. */
-typedef struct reading {
-    bool has_unmapped;        /* something is read by calls, which only the host device can do */
-    const tb__device *device; /* that copies; the host's if no other has to */
-} reading;
-
-/* Why a device can't copy this, beside what it has to copy already; NULL: it can. */
-static const char *add_device(reading *r, const tb__device *device) {
-    if (device->ops == &tb__host_device_ops || device == r->device)
-        return NULL;
-    if (r->device->ops != &tb__host_device_ops)
-        return "it is on a device that this rank's device can't read";
-    r->device = device;
-    return NULL;
-}
-
-/* Why a chunk can't be read from a sender; NULL: it can. */
-static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk, const member *m, reading *r) {
-    const remote_tensor *p = tb__member_find_tensor(m, chunk->tensor);
-    if (!p)
-        return "its rank did not say where it is";
-    if (p->why_staged)
-        return p->why_staged;
-    if (tb__peer_memory_is_mapped(p->memory))
-        return add_device(r, tb__peer_memory_device(p->memory));
-    int outer;
-    int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
-    bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < MIN_RUN;
-    r->has_unmapped = true;
-    return outer > 0 && is_short ? "its memory can't be mapped, and it lies there in short runs" : NULL;
-}
-
-/* Why no bucket of the lane can be read; NULL: see why_staged_bucket. */
-static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
-    if (flow->o.staged || flow->o.checksum)
-        return flow->o.staged ? "this rank has asked for it" : "buckets have checksums";
-    if (l->first->is_coded)
-        return "it is converted on its way";
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        if (flow->members[l->senders[i]].setup.why_staged)
-            return flow->members[l->senders[i]].setup.why_staged;
-    }
-    return NULL;
-}
-
-/* Why a bucket can't be read from the lane's senders; NULL: it can. */
-static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_bucket *bucket, bool *is_for_device) {
-    const tb_ir *ir = flow->setup.ir;
-    const tb__device *host = tb__loop_find_device(flow->o.loop, NULL, 0);
-    bool has_unmapped = false;
-    for (size_t i = 0; i < bucket->nentries; i++) {
-        const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
-        const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
-        reading r = {.device = t->is_gathered ? tb__flow_slot_device(flow)
-                                              : tb__loop_find_device(flow->o.loop, t->dst.base, 1)};
-        for (uint32_t j = 0; j < l->nsenders; j++) {
-            const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &r);
-            if (why)
-                return why;
-        }
-        if (r.has_unmapped && r.device != host)
-            return "its memory can't be mapped, and a device would have to read it";
-        has_unmapped |= r.has_unmapped;
-        *is_for_device = (*is_for_device || i == 0) && r.device != host;
-    }
-    return l->nsenders > MAX_SENDERS_READ && has_unmapped ? "too many ranks would have to be read at a time" : NULL;
-}
-
-/* This rank's own data is never staged. The buckets of a reduced lane are all staged or none is: all ranks combine them
- * in one order. */
-static void choose_paths(tb__flow *flow, lane *l) {
-    const tb_bucket *buckets = &flow->setup.ir->buckets[l->channel->first_bucket];
-    bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
-    bool is_own = l->nsenders == 0 || (l->nsenders == 1 && l->senders[0] == flow->self);
-    const char *why_all = is_own ? NULL : why_staged_lane(flow, l);
-    for (size_t i = 0; i < l->channel->nbuckets && is_own && !l->first->is_coded; i++)
-        (void)why_staged_bucket(flow, l, &buckets[i], &paths[i].is_for_device);
-    for (size_t i = 0; i < l->channel->nbuckets && !is_own && !why_all; i++) {
-        paths[i].why_staged = why_staged_bucket(flow, l, &buckets[i], &paths[i].is_for_device);
-        paths[i].takes_staged = paths[i].why_staged != NULL;
-        l->takes_staged |= paths[i].takes_staged;
-        if (l->nsenders > 1)
-            why_all = paths[i].why_staged;
-    }
-    for (size_t i = 0; i < l->channel->nbuckets && why_all; i++) {
-        paths[i].why_staged = why_all;
-        l->takes_staged = paths[i].takes_staged = true;
-    }
-    /* A rank that overwrites sources must not write staged buckets before all readers have stashed. Kept in
-     * POOL_RECEIVE until then, they could block others' buckets for ever; so they go to the stash. */
-    l->overwrites_source = lane_overwrites_source(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
-    for (uint32_t i = 0; l->overwrites_source && i < l->nsenders; i++)
-        flow->members[l->senders[i]].setup.nstash += l->channel->nbuckets;
-    for (size_t i = 0; i < l->channel->nbuckets; i++) {
-        size_t bucket = l->channel->first_bucket + i;
-        paths[i].is_unpacked_on_device = paths[i].takes_staged && tb__staged_unpacks_on_device(flow, l, bucket);
-        paths[i].is_unpacked_on_host = paths[i].takes_staged && tb__staged_unpacks_on_host(flow, bucket);
-    }
-}
-
-/* Packs the lane's staged buckets as runs of consecutive ones. Returns the number of runs. */
-static uint32_t pack_staged(const tb__flow *flow, const lane *l, tb__pack *list) {
-    const bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
-    uint32_t nruns = 0;
-    for (size_t i = 0, next; i < l->channel->nbuckets; i = next) {
-        for (next = i + 1; next < l->channel->nbuckets && paths[next].takes_staged == paths[i].takes_staged &&
-                           paths[next].is_unpacked_on_device == paths[i].is_unpacked_on_device;)
-            next++;
-        if (!paths[i].takes_staged)
-            continue;
-        const tb_chunk *first = tb__flow_first_chunk(flow, l->channel->first_bucket + i);
-        tb__pack_u64(list, first->id);
-        tb__pack_u32(list, first->part);
-        tb__pack_u32(list, (uint32_t)(next - i));
-        tb__pack_u32(list, paths[i].is_unpacked_on_device);
-        tb__pack_string(list, paths[i].why_staged);
-        nruns++;
-    }
-    return nruns;
-}
-
-static void send_reach(tb__flow *flow, member *sender) {
-    uint32_t position = (uint32_t)(sender - flow->members), count = 0;
-    tb__pack pack = {0}, list = {0};
-    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
-        const lane *l = &flow->setup.lanes[i];
-        bool is_from = false;
-        bool is_asked = l->is_target && l->takes_staged && l->parent == l->source; /* relays know it without REACH */
-        for (uint32_t j = 0; is_asked && j < l->nsenders; j++)
-            is_from |= l->senders[j] == position;
-        if (is_from)
-            count += pack_staged(flow, l, &list);
-    }
-    tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
-    tb__pack_u32(&pack, sender->setup.nstash > 0);
-    tb__pack_u32(&pack, count);
-    if (count)
-        tb__pack_raw(&pack, list.data, list.count);
-    pack.failed |= list.failed;
-    tb__pack_fini(&list);
-    tb__flow_send_message(flow, sender, &pack);
-}
-
-static tb_status choose_all_paths(tb__flow *flow) {
-    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
-        if (flow->setup.lanes[i].is_target)
-            choose_paths(flow, &flow->setup.lanes[i]);
-    }
-    TB_TRY(tb__flow_choose_slots(flow));
-    return tb__staged_fit_stash(flow);
-}
-
-/* When all senders have sent BIND: decides what is staged, and sends REACH. */
-bool tb__flow_try_reach(tb__flow *flow) {
-    if (flow->setup.is_reached)
-        return false;
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].setup.is_sender && !flow->members[i].setup.is_bound)
-            return false;
-    }
-    tb_status status = choose_all_paths(flow);
-    if (status != TB_OK) {
-        tb__flow_break(flow, status, tb_error_detail());
-        return true;
-    }
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].setup.is_sender)
-            send_reach(flow, &flow->members[i]);
-    }
-    flow->setup.is_reached = true;
-    return true;
-}
-
 /* Finds this rank's exposure in the mapped memory of the sender; leaves NULL if that is not mapped. False: the offset
  * is bad. */
 static bool map_exposure(member *from, uint64_t offset) {
@@ -498,9 +320,11 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     if (stage_nbytes > 0) /* else, or without memory for it, its buckets are staged in host memory */
         (void)tb__peer_memory_import(from->peer, stage, stage_nbytes, &from->setup.stage);
     if (wants_staging)
-        from->setup.why_staged = "its rank has asked for it";
+        from->setup.why_staged = tb__flow_keep_reason(flow, "rank %" PRId32 " has asked for it", from->peer->rank);
     else if (!from->direct.peer_exposure && !from->setup.why_staged)
-        from->setup.why_staged = "its rank's exposure can't be mapped";
+        from->setup.why_staged =
+            tb__flow_keep_reason(flow, "rank %" PRId32 " can't map what says whether rank %" PRId32 " has withdrawn it",
+                                 flow->o.rank, from->peer->rank);
     size_t count = tb__unpack_count(message, 24);
     if (!tb__vec_reserve(&from->setup.remote_tensors, count)) {
         tb__flow_fail_no_memory(flow, from);
@@ -514,69 +338,6 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
         return false;
     from->setup.is_bound = true;
     tb__flow_try_reach(flow);
-    return true;
-}
-
-/* Stages `count` buckets of a lane for the member, from this one on. False: it is not a target of them, or asks twice.
- */
-static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t count, bool on_device,
-                      const char *why) {
-    lane *l = tb__flow_lane(flow, bucket);
-    uint32_t position = (uint32_t)(to - flow->members);
-    if (!tb__has_int32(l->first->targets, l->first->ntargets, to->peer->rank) ||
-        count > l->channel->first_bucket + l->channel->nbuckets - bucket) {
-        tb__set_detail("it asks for %" PRIu32 " buckets from %zu on, which it is not to get", count, bucket);
-        return false;
-    }
-    for (bucket_path *p = &flow->setup.paths[bucket]; p < &flow->setup.paths[bucket + count]; p++) {
-        if (p->nstaged && p->staged[p->nstaged - 1] == position) {
-            tb__set_detail("it asks for bucket %zu twice", (size_t)(p - flow->setup.paths));
-            return false;
-        }
-        if (!p->staged)
-            p->staged = tb__arena_alloc(&flow->setup.arena, l->first->ntargets, sizeof *p->staged);
-        if (!p->staged) {
-            tb__flow_fail_no_memory(flow, to);
-            return true;
-        }
-        l->nstaged += p->nstaged == 0;
-        if (on_device && p->nstaged_on_device++ == 0)
-            p->is_packed_on_device = tb__staged_packs_on_device(flow, (size_t)(p - flow->setup.paths));
-        p->staged[p->nstaged++] = position;
-        p->why_staged = p->why_staged ? p->why_staged : why;
-    }
-    return true;
-}
-
-bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
-    if (!from->setup.is_reader || from->setup.has_reach || !flow->setup.is_planned)
-        return false;
-    from->setup.must_stash = tb__unpack_u32(message) != 0;
-    size_t nruns = tb__unpack_count(message, 20);
-    for (size_t i = 0; i < nruns; i++) {
-        uint64_t id = tb__unpack_u64(message);
-        uint32_t part = tb__unpack_u32(message), count = tb__unpack_u32(message);
-        bool on_device = tb__unpack_u32(message) != 0;
-        const char *why = tb__unpack_string(message);
-        size_t bucket = message->failed ? TB__NOWHERE : tb__flow_find_bucket(flow, id, part);
-        if (bucket == TB__NOWHERE || !stage_for(flow, from, bucket, count, on_device, keep_sentence(flow, why)))
-            return false;
-    }
-    from->setup.has_reach = tb__unpack_is_done(message);
-    return from->setup.has_reach;
-}
-
-size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from) {
-    while (from < l->channel->nbuckets && flow->setup.paths[l->channel->first_bucket + from].nstaged == 0)
-        from++;
-    return from;
-}
-
-bool tb__flow_all_have_reach(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].setup.is_reader && !flow->members[i].setup.has_reach)
-            return false;
-    }
     return true;
 }
 

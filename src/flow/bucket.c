@@ -99,12 +99,15 @@ static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
 
 /* If the stash does not fit beside the other pools, they shrink to room for one bucket each. */
 tb_status tb__staged_fit_stash(tb__flow *flow) {
-    int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
+    int64_t need = 0, last = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
     find_largest(flow, largest);
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
-            need += tb__align(flow->setup.ir->buckets[l->channel->first_bucket + j].total_bytes, 64);
+        for (size_t j = 0; l->is_target && l->is_stashed && j < l->channel->nbuckets; j++) {
+            size_t bucket = l->channel->first_bucket + j;
+            need += tb__align(flow->setup.ir->buckets[bucket].total_bytes, 64);
+            last += tb__flow_unpacks_last(flow, bucket);
+        }
     }
     for (int p = 0; p < POOL_STASH; p++) {
         room -= largest[p] ? flow->staged.pool_size[p] : 0;
@@ -115,11 +118,17 @@ tb_status tb__staged_fit_stash(tb__flow *flow) {
         room = most_room;
     }
     flow->staged.pool_size[POOL_STASH] = room;
-    if (need > room)
+    if (need > room && last == 0)
         return tb__fail(TB_REFUSED,
                         "%s overwrites tensors that are still being read, and rank %" PRId32
                         " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
                         " for that: raise them, or receive into other memory",
+                        flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
+    if (need > room)
+        return tb__fail(TB_REFUSED,
+                        "transforms of %s want all of it to arrive first, and rank %" PRId32
+                        " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
+                        " for that: raise them",
                         flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
     return TB_OK;
 }
@@ -309,6 +318,10 @@ void tb__staged_close(tb__flow *flow, bool is_send) {
         stashed s = flow->staged.stash.item[--flow->staged.stash.count];
         tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
     }
+    while (!is_send && flow->staged.last.count > 0) {
+        stashed s = flow->staged.last.item[--flow->staged.last.count];
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    }
 }
 
 tb_status tb__staged_init(tb__flow *flow) {
@@ -325,6 +338,7 @@ void tb__staged_fini(tb__flow *flow) {
     tb__staged_free_device_stage(flow);
     free(flow->staged.announcements.item);
     free(flow->staged.stash.item);
+    free(flow->staged.last.item);
     free(flow->staged.is_taken);
 }
 
@@ -353,6 +367,8 @@ void tb__staged_bucket_announce(staged_bucket *p) {
         return;
     uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : p->sum;
     p->is_announced = true;
+    if (p->is_send)
+        tb__flow_tell_step(flow, p->bucket, TB_BUCKET_LAUNCHED);
     if (p->buffer && !p->lane->is_contributor) /* on failure the bucket is sent instead */
         (void)tb__region_get(flow->o.loop, p->buffer, p->nbytes, &p->region);
     for (size_t i = p->kind == STAGED_IN; i < p->nmessages; i++) {
@@ -445,7 +461,7 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
         return false;
     }
     /* Buckets that are combined, relayed or stashed need a buffer of this rank. */
-    if (!l->is_channel_source && l->nchildren == 0 && !l->overwrites_source)
+    if (!l->is_channel_source && l->nchildren == 0 && !l->is_stashed)
         a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &flow->setup.paths[a.bucket], &a.memory);
     if (!tb__vec_push(&flow->staged.announcements, a)) {
         tb__peer_memory_release(a.memory);

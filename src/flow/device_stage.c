@@ -121,9 +121,25 @@ bool tb__staged_unpacks_on_host(tb__flow *flow, size_t bucket) {
     return is;
 }
 
+/* Whether the units that the bucket's targets are on can read this memory. */
+static bool can_targets_read(tb__flow *flow, size_t bucket, const tb__memory *memory) {
+    const tb_bucket *b = &flow->setup.ir->buckets[bucket];
+    for (size_t i = 0; i < b->nentries; i++) {
+        const tb_chunk *chunk = &flow->setup.ir->chunks[flow->setup.ir->entries[b->first_entry + i].chunk];
+        tb__memory target;
+        tb__device *device = tb__loop_find_memory(flow->o.loop, flow->tensors[chunk->tensor].dst.base, 1, &target);
+        if (device->ops != &tb__host_device_ops && target.index != memory->index &&
+            tb__flow_why_not_accessed(flow, device, target.index, memory))
+            return false;
+    }
+    return true;
+}
+
 bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket) {
     const member *m = &flow->members[l->source];
+    tb__memory memory;
     return m->setup.stage && m->direct.peer_exposure && l->nsenders == 1 && l->parent == l->source &&
-           l->nchildren == 0 && !l->overwrites_source &&
-           is_copied_by(flow, bucket, false, tb__peer_memory_device(m->setup.stage));
+           l->nchildren == 0 && !l->is_stashed &&
+           is_copied_by(flow, bucket, false, tb__peer_memory_find(m->setup.stage, &memory)) &&
+           can_targets_read(flow, bucket, &memory);
 }

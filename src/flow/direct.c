@@ -65,6 +65,11 @@ void tb__flow_expose(tb__flow *flow) {
         atomic_store(m->direct.exposure, exposure_value(leg->attempt, EXPOSURE_READY));
     }
     flow->direct.is_exposed = true;
+    for (size_t i = 0; flow->o.on_bucket && i < flow->setup.ir->nbuckets; i++) {
+        const lane *l = tb__flow_lane(flow, i);
+        if (!l->is_target && flow->setup.paths[i].nstaged == 0) /* it is where its readers find it */
+            tb__flow_tell_step(flow, i, TB_BUCKET_LAUNCHED);
+    }
     try_permit_writes(flow);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].setup.is_reader)
@@ -252,7 +257,7 @@ enum { COPY_OP_BYTES = 256 << 20 };
 static bool can_read(const tb__flow *flow, const lane *l) {
     bool is_reduced_staged = l->nsenders > 1 && l->takes_staged;
     return l->is_target && !is_reduced_staged && l->to_take < l->channel->nbuckets && are_ready(flow, l) &&
-           (l->overwrites_source || tb__flow_may_write(flow)) &&
+           (l->is_stashed || tb__flow_may_write(flow)) &&
            tb__flow_admits(flow, l, &flow->setup.ir->buckets[l->channel->first_bucket + l->to_take]);
 }
 
@@ -325,13 +330,14 @@ static void end_stash_read(copy_op *c, tb_status status) {
 
 static tb_status read_into_stash(tb__flow *flow, lane *l) {
     size_t index = l->channel->first_bucket + l->to_take, nbytes = (size_t)flow->setup.ir->buckets[index].total_bytes;
-    copy_op *c = tb__flow_new_copy_op(flow, false, COPY_STASH, 1);
+    copy_op *c = tb__flow_new_copy_op(flow, false, l->first->is_coded ? COPY_PACK : COPY_STASH, 1);
     char *buffer = c ? tb__flow_stage(flow, POOL_STASH, nbytes) : NULL;
     if (!buffer) {
         tb__flow_free_copy_op(c);
         return TB_NO_MEMORY;
     }
     c->parts[c->nparts++] = (uint32_t)index;
+    tb__flow_tell_step(flow, index, TB_BUCKET_LAUNCHED);
     c->to = buffer;
     c->nbytes = nbytes;
     c->end = end_stash_read;
@@ -404,12 +410,13 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
         return TB_NO_MEMORY;
     for (size_t i = 0; i < n && nbytes < COPY_OP_BYTES; i++) {
         lane *l = &flow->setup.lanes[((size_t)(first - flow->setup.lanes) + i) % n];
-        while (nbytes < COPY_OP_BYTES && !l->overwrites_source && !l->first->is_coded && can_read(flow, l)) {
+        while (nbytes < COPY_OP_BYTES && !l->is_stashed && !l->first->is_coded && can_read(flow, l)) {
             size_t index = l->channel->first_bucket + l->to_take;
             if (next_user_group(flow, l) != number || tb__flow_group(flow, index)->is_converted != converts)
                 break;
             nbytes += flow->setup.paths[index].is_for_device ? 0 : flow->setup.ir->buckets[index].total_bytes;
             c->parts[c->nparts++] = (uint32_t)index;
+            tb__flow_tell_step(flow, index, TB_BUCKET_LAUNCHED);
             l->to_take = next_to_take(flow, l, l->to_take + 1);
         }
     }
@@ -420,7 +427,7 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
 }
 
 static tb_status read_next(tb__flow *flow, lane *l) {
-    if (l->overwrites_source)
+    if (l->is_stashed)
         return read_into_stash(flow, l);
     return l->first->is_coded ? convert_own(flow, l) : read_buckets(flow, l);
 }

@@ -108,10 +108,6 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     tb__flow_miss_message(flow, to, status, tb_error_detail());
 }
 
-void tb__flow_send_owner_message(tb__flow *flow, size_t position, tb__pack *message) {
-    tb__flow_send_message(flow, &flow->members[position], message);
-}
-
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, kind, attempt);

@@ -36,6 +36,9 @@ typedef struct tb__codec {
     void *arg;
     bool reads_more; /* list_pack reads other memory than src, so that there can be no snapshot */
     bool packs_rows; /* list_pack can only read rows whose elements lie side by side */
+    /* call_unpack waits until all of the tensor's group has arrived; then the group's are called one after the other,
+     * by tensor and place in the target. Only for tensors whose chunks are whole (tb_tensor_spec). */
+    bool unpacks_last;
     /* Lists the moves between a chunk's box and its wire form, which is in the buffer of a run, from `offset` on. The
      * base of `src` is relative to `mapping`, unless that is NULL. */
     tb_status (*list_pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, tb__mapping *mapping,
@@ -145,7 +148,11 @@ typedef struct tb__flow_opts {
     bool checksum;            /* the same on all ranks */
     bool targets_are_mirrors; /* the owner writes them back after a successful receive; so a failed one leaves no tensor
                                  torn */
+    _Atomic uint32_t *mark;   /* set before targets that are no mirrors are written; NULL: nobody looks at it */
     tb__shadow shadow;
+    /* Called as buckets of this rank go on, with the lock held; steps may be left out. NULL: nobody looks. */
+    void (*on_bucket)(void *arg, size_t bucket, tb_bucket_step step);
+    void *on_bucket_arg;
 } tb__flow_opts;
 
 /* Plans nothing yet. */
@@ -203,6 +210,7 @@ tb__fault tb__fault_of(tb_status status, const char *why);
 typedef struct tb__leg {
     bool is_under_way;
     bool awaits_abort_acks;  /* it has failed, and waits until its peers have acknowledged that */
+    bool awaits_choice;      /* of a receive: it takes no attempt before tb__flow_choose */
     bool is_cancelled;       /* set by any thread; the next step ends the leg */
     bool memory_invalidated; /* likewise, because memory that it uses was invalidated */
     tb_status status;        /* TB_OK, or why it failed, with a message */
@@ -235,6 +243,16 @@ static inline bool tb__leg_has_ended(const tb__leg *leg) {
  * lead's counts, and is sent to all. Other senders count alike: by that they recognise a transfer of theirs that failed
  * before they began it, and do not send it as the next one. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
+
+/* The receive that has just begun takes the attempt that tb__flow_choose names, and no other. It skips attempts that
+ * were superseded, and fails with those that failed otherwise. */
+void tb__flow_await_choice(tb__flow *flow);
+void tb__flow_choose(tb__flow *flow, uint64_t attempt);
+/* The next attempt to receive, if it has started, and its number. */
+bool tb__flow_get_offer(const tb__flow *flow, uint64_t *attempt, uint64_t *number);
+bool tb__flow_is_aborted(const tb__flow *flow, uint64_t attempt); /* as far as this rank knows */
+/* Fails an attempt on all ranks (TB_SUPERSEDED) that this rank does not receive. */
+void tb__flow_supersede(tb__flow *flow, uint64_t attempt, const char *why);
 
 /* The next send reads this rank's tensors, or the next receive writes them, after this point; NULL: at once. Holds for
  * a receive that is applied later, too. */
@@ -272,6 +290,9 @@ bool tb__flow_step(tb__flow *flow, bool is_send);
  * has ended when the peers have acknowledged it, so that no later receive fails for this reason. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why);
 
+/* Fails a receive that has no attempt, on this rank alone: what is sent later is not affected. */
+void tb__flow_fail_waiting(tb__flow *flow, tb_status status, const char *why);
+
 /* The program has invalidated the memory at first .. last-1, which is memory of tensors (src_invalidated,
  * dst_invalidated). Makes the legs that use it fail in their next step; later legs fail before they use it. Returns
  * whether the memory may still be accessed; *tensor names a tensor in it. */
@@ -287,6 +308,9 @@ void tb__flow_send_gather_message(tb__flow *flow, int32_t rank, uint64_t attempt
  * TB_REFUSED before the first transfer has decided that. */
 tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
 
+/* A copy of the plan, which is made now if it has not been. */
+tb_status tb__flow_copy_ir(tb__flow *flow, tb_ir **out);
+
 /* Copies the shadow of the last prepared receive into the tensors, and tells the senders. The receive is under way, or
  * was discarded without being aborted. TB__SHADOW_APPLIED reports the result, when the copy is done or before this
  * returns. Releases the lock while it calls `applying`. */
@@ -299,10 +323,6 @@ void tb__flow_give_up_apply(tb__flow *flow);
 void tb__flow_discard(tb__flow *flow, bool is_aborted, tb_status status, const char *why);
 /* Records that the attempt has failed: its legs, now or later, fail with this reason. */
 void tb__flow_record_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
-
-/* Sends a message of the flow's owner to a member; takes ownership of `message`. If that fails, the flow breaks in the
- * driver's next step. */
-void tb__flow_send_owner_message(tb__flow *flow, size_t member, tb__pack *message);
 
 /* The version in this rank's targets; torn: a later transfer has failed after it had written a part of them. */
 uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn);

@@ -173,6 +173,11 @@ struct tb__flow {
     tb__leg send, recv;
 };
 
+static inline void tb__flow_tell_step(const tb__flow *flow, size_t bucket, tb_bucket_step step) {
+    if (flow->o.on_bucket)
+        flow->o.on_bucket(flow->o.on_bucket_arg, bucket, step);
+}
+
 /* flow.c */
 member *tb__flow_find_member(tb__flow *flow, int32_t rank);
 void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt);
@@ -283,6 +288,10 @@ void tb__flow_free_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
 /* Counts a bucket of the group that has arrived. */
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
+/* Counts a bucket that is unpacked last into the stash (1) or out of it (-1). */
+void tb__flow_count_last(tb__flow *flow, uint32_t number, int step);
+/* A group of which all that is missing are such buckets; NULL: none. */
+const group *tb__flow_find_last(const tb__flow *flow);
 /* Measures or writes the next groups, if they are complete and have steps of their own. */
 tb_status tb__flow_step_gathered(tb__flow *flow, bool *did);
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
@@ -301,6 +310,8 @@ bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucke
 void tb__flow_begin_targets(tb__flow *flow); /* when a receive begins */
 void tb__flow_mark_written(tb__flow *flow);  /* no-op if receives are shadowed */
 void tb__flow_mark_torn(tb__flow *flow);
+/* Before tensors are written: tells whoever looks after this process has ended. */
+void tb__flow_set_mark(const tb__flow *flow);
 void tb__flow_set_version(tb__flow *flow); /* to that of the current receive */
 /* Counts a bucket that is in the tensors. */
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);

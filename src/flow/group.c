@@ -79,13 +79,14 @@ tb__device *tb__flow_slot_device(const tb__flow *flow) {
 static bool can_convert(const tb__flow *flow, const lane *l, size_t bucket) {
     const tb_bucket *b = &flow->setup.ir->buckets[bucket];
     const tb__gather *gather = &flow->o.gather;
-    if (l->nsenders != 1 || l->first->is_coded || l->overwrites_source || flow->setup.paths[bucket].takes_staged)
+    tb__memory unused;
+    if (l->nsenders != 1 || l->first->is_coded || l->is_stashed || flow->setup.paths[bucket].why_taken)
         return false;
     for (size_t i = 0; i < b->nentries; i++) {
         const tb_chunk *chunk = &flow->setup.ir->chunks[flow->setup.ir->entries[b->first_entry + i].chunk];
         const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[0]], chunk->tensor);
         if (!p || !p->memory || !tb__peer_memory_is_mapped(p->memory) ||
-            tb__peer_memory_device(p->memory) != flow->groups.device ||
+            tb__peer_memory_find(p->memory, &unused) != flow->groups.device ||
             !gather->can_list_chunk(gather->arg, chunk, p->strides))
             return false;
     }
@@ -214,6 +215,7 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
     bool gathers = false;
     for (size_t i = 0; i < flow->setup.groups.count; i++) {
         flow->setup.groups.item[i].left = flow->setup.groups.item[i].nbuckets;
+        flow->setup.groups.item[i].nlast = 0;
         gathers |= flow->setup.groups.item[i].slot != TB__NOWHERE;
     }
     groups->done = groups->slots_done = groups->asked = 0;
@@ -277,6 +279,19 @@ static tb_status advance_groups(tb__flow *flow) {
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number) {
     flow->setup.groups.item[find_group(flow, number)].left--;
     return advance_groups(flow);
+}
+
+void tb__flow_count_last(tb__flow *flow, uint32_t number, int step) {
+    flow->setup.groups.item[find_group(flow, number)].nlast += (size_t)step;
+}
+
+const group *tb__flow_find_last(const tb__flow *flow) {
+    for (size_t i = flow->groups.done; i < flow->setup.groups.count; i++) {
+        const group *g = &flow->setup.groups.item[i];
+        if (g->nlast > 0 && g->nlast == g->left)
+            return g;
+    }
+    return NULL;
 }
 
 static char *slot_of(const tb__flow *flow, const group *g) {

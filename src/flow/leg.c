@@ -165,7 +165,9 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
      * timeout must not stop a sender that is about to begin. */
     if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
         leg->attempt = tb__flow_count_attempt(flow, is_send);
-        leg->number = is_send ? leg->number : tb__flow_last_number(flow) + 1;
+        if (!is_send) /* one that awaits a choice may have started */
+            leg->number = leg->attempt <= tb__flow_started(flow) ? tb__flow_number(flow, leg->attempt)
+                                                                 : tb__flow_last_number(flow) + 1;
     }
     if (leg->attempt) {
         tb__flow_record_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
@@ -239,6 +241,11 @@ void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why) {
     tb__fault fault = tb__fault_of(status, why);
     tb__flow_fail_leg(flow, is_send, &fault, true);
+}
+
+void tb__flow_fail_waiting(tb__flow *flow, tb_status status, const char *why) {
+    tb__fault fault = tb__fault_of(status, why);
+    tb__flow_fail_leg(flow, false, &fault, false);
 }
 
 /* ---- Steps ------------------------------------------------------------------------------------------------------ */

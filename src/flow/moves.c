@@ -293,20 +293,20 @@ static bool needs_copy(const tb__flow *flow, const lane *l, const bucket_path *p
     }
     switch (kind) {
     case COPY_DIRECT:
-        return is_read && !l->overwrites_source;
+        return is_read && !l->is_stashed;
     case COPY_STASH:
-        return is_read && l->overwrites_source;
+        return is_read && l->is_stashed;
     case COPY_PACK:
         return path->nstaged && l->is_channel_source && l->nsenders == 1;
     case COPY_CONTRIBUTE:
         return path->nstaged && l->is_contributor;
     case COPY_UNPACK:
-        return l->is_target && (path->takes_staged || l->overwrites_source);
+        return l->is_target && (path->takes_staged || l->is_stashed);
     case COPY_COMBINE:
         return is_combined &&
-               ((path->nstaged && !l->is_target) || (l->is_target && path->takes_staged && l->overwrites_source));
+               ((path->nstaged && !l->is_target) || (l->is_target && path->takes_staged && l->is_stashed));
     case COPY_COMBINE_IN:
-        return is_combined && l->is_target && path->takes_staged && !l->overwrites_source;
+        return is_combined && l->is_target && path->takes_staged && !l->is_stashed;
     default:
         return false;
     }

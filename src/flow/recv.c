@@ -11,8 +11,16 @@ void tb__flow_begin_targets(tb__flow *flow) {
     flow->targets.has_written = false;
 }
 
+void tb__flow_set_mark(const tb__flow *flow) {
+    if (flow->o.mark && !flow->o.targets_are_mirrors)
+        atomic_store(flow->o.mark, 1);
+}
+
 void tb__flow_mark_written(tb__flow *flow) {
-    flow->targets.has_written |= !flow->o.shadow.is_used;
+    if (flow->o.shadow.is_used)
+        return;
+    flow->targets.has_written = true;
+    tb__flow_set_mark(flow);
 }
 
 void tb__flow_mark_torn(tb__flow *flow) {
@@ -33,12 +41,13 @@ uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
 
 /* Stashing does not write tensors. It must not wait for the window, because no group arrives before all is stashed. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
-    return l->overwrites_source || tb__flow_is_in_window(flow, bucket);
+    return l->is_stashed || tb__flow_is_in_window(flow, bucket);
 }
 
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     size_t done = flow->groups.done;
     flow->targets.buckets_left--;
+    tb__flow_tell_step(flow, bucket, TB_BUCKET_FINALISED);
     tb__leg_add_bytes(&flow->recv, tb__flow_bucket_nbytes(flow, bucket));
     TB_TRY(tb__flow_count_group(flow, flow->setup.ir->buckets[bucket].group));
     TB_TRY(tb__flow_count_arrived(flow, l));
@@ -71,6 +80,7 @@ static tb_status clear_padding(tb__flow *flow) {
 
 static tb_status open_transfer(tb__flow *flow) {
     TB_TRY(tb__flow_check_memory(flow, false));
+    TB_TRY(tb__flow_check_remapped(flow, false));
     flow->targets.buckets_left = 0;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];

@@ -42,7 +42,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
     const tb_bucket *bucket = &flow->setup.ir->buckets[index];
     pool from = is_send ? POOL_REDUCE : POOL_COMBINE, to = is_send ? POOL_REDUCE : POOL_STASH;
     size_t raw = (size_t)tb__flow_raw_size(flow, bucket), inputs = raw * (l->nsenders - 1);
-    size_t output = is_send || l->overwrites_source ? (size_t)bucket->total_bytes : 0;
+    size_t output = is_send || l->is_stashed ? (size_t)bucket->total_bytes : 0;
     bool fits = from == to ? tb__flow_has_room(flow, from, inputs + output)
                            : tb__flow_has_room(flow, from, inputs) && tb__flow_has_room(flow, to, output);
     if (!fits || (is_send && l->staged_lane.in_flight >= l->channel->max_in_flight) ||
@@ -64,6 +64,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
+    tb__flow_tell_step(flow, index, TB_BUCKET_PREPARED);
     ++*next_bucket(l, is_send);
     l->staged_lane.in_flight += is_send;
     for (uint32_t i = 0, j = 0; i < l->nsenders; i++) {

@@ -24,7 +24,8 @@ const char *tb__flow_reason_for_others(const tb__flow *flow, tb_status status, c
  * for it. */
 static const member *find_missing_member(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool is_idle = !leg->attempt && tb__flow_last_attempt(flow, is_send) >= tb__flow_started(flow);
+    bool is_idle =
+        leg->awaits_choice || (!leg->attempt && tb__flow_last_attempt(flow, is_send) >= tb__flow_started(flow));
     int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
@@ -61,8 +62,13 @@ tb__fault tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     *tells = false;
     if (flow->report.broken.status != TB_OK)
         return flow->report.broken;
-    uint64_t next = tb__flow_last_attempt(flow, is_send) + 1;
-    const tb__abort *abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : next);
+    const tb__abort *abort = NULL;
+    do {
+        if (abort) /* superseded */
+            tb__flow_count_attempt(flow, is_send);
+        uint64_t next = tb__flow_last_attempt(flow, is_send) + 1;
+        abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : next);
+    } while (abort && abort->status == TB_SUPERSEDED && leg->awaits_choice);
     if (abort) {
         if (!leg->attempt)
             tb__flow_count_attempt(flow, is_send);
@@ -363,9 +369,12 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         const member *m = tb__flow_find_member(flow, flow->o.gather.awaits(flow->o.gather.arg));
         first = m ? m->peer->label : NULL;
     }
+    uint64_t attempt, number;
     bool is_copying = i == ntests && (is_send ? &flow->send : &flow->recv)->ncopies > 0;
     if (tb__flow_awaits_stream(flow, is_send))
         snprintf(out, room, "the work that was on this rank's stream before has not finished");
+    else if (!is_send && flow->recv.awaits_choice && tb__flow_get_offer(flow, &attempt, &number))
+        snprintf(out, room, "version %" PRIu64 " is offered through this pair, and not yet through all others", number);
     else if (is_copying)
         snprintf(out, room, "this rank's own copies have not finished");
     else if (!first)
@@ -392,7 +401,7 @@ static const char *write_back(const tb__flow *flow, const lane *l, const bucket_
         return "transform";
     if (tb__flow_is_in_place(flow, c))
         return "in place";
-    return path->takes_staged || l->overwrites_source || c->is_coded ? "copy" : "direct";
+    return path->why_taken || l->is_stashed || c->is_coded ? "copy" : "direct";
 }
 
 /* How a piece is read: through a mapping of the senders' memory, or by calls of the transport. */
@@ -425,13 +434,16 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
     if (is_send) {
         add_box(t, &c->src, c);
         add_unit(t, flow, c->tensor, true);
+        /* Of its own data, this rank has found out by itself. */
+        bool is_own_staged = l->is_channel_source && l->is_target && l->nsenders == 1 && path->why_taken;
+        uint32_t nstaged = path->nstaged + is_own_staged;
         tb__text_add(t, " to ");
         add_ranks(t, c->targets, c->ntargets);
-        tb__text_add(t, ", %s", c->is_coded ? "coded" : path->nstaged == c->ntargets ? "staged" : "read in place");
-        if (!c->is_coded && path->nstaged > 0 && path->nstaged < c->ntargets)
+        tb__text_add(t, ", %s", c->is_coded ? "coded" : nstaged == c->ntargets ? "staged" : "read in place");
+        if (!c->is_coded && nstaged > 0 && nstaged < c->ntargets)
             tb__text_add(t, " or staged");
-        if (!c->is_coded && path->nstaged > 0)
-            tb__text_add(t, " (%s)", path->why_staged);
+        if (!c->is_coded && nstaged > 0)
+            tb__text_add(t, " (%s)", path->why_staged ? path->why_staged : path->why_taken);
     } else {
         add_box(t, &c->dst, c);
         add_unit(t, flow, c->tensor, false);
@@ -445,8 +457,8 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
         if (l->parent != l->source)
             tb__text_add(t, " by way of %" PRId32, flow->members[l->parent].peer->rank);
         tb__text_add(t, ", %s", write_back(flow, l, path, c));
-        if (path->takes_staged && !c->is_coded)
-            tb__text_add(t, ", staged (%s)", path->why_staged);
+        if (path->why_taken && !c->is_coded)
+            tb__text_add(t, ", staged (%s)", path->why_taken);
         else if (l->nsenders > 0 && !c->is_coded)
             tb__text_add(t, ", %s", reach_name(flow, l, c));
         for (uint32_t i = 0; i < l->nchildren; i++)

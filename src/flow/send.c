@@ -28,6 +28,8 @@ bool tb__flow_step_send(tb__flow *flow) {
         status = tb__flow_check_stream(flow, true);
         if (status == TB_OK)
             status = tb__flow_check_memory(flow, true);
+        if (status == TB_OK && flow->snapshot.attempt != leg->attempt) /* else it was before the snapshot was taken */
+            status = tb__flow_check_remapped(flow, true);
         if (status == TB_OK && flow->setup.snapshot_of && flow->snapshot.attempt != leg->attempt) {
             status = take_snapshot(flow);
         } else if (status == TB_OK) {

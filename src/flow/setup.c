@@ -340,6 +340,7 @@ static tb_status make_plan(tb__flow *flow) {
         TB_TRY(find_overwritten(flow));
     TB_TRY(get_regions(flow, true, flow->setup.src_regions));
     TB_TRY(get_regions(flow, false, flow->setup.dst_regions));
+    TB_TRY(tb__flow_watch_memory(flow));
     if (flow->o.shadow.is_used)
         TB_TRY(tb__flow_make_shadow(flow));
     TB_TRY(make_lanes(flow));
@@ -353,6 +354,11 @@ tb_status tb__flow_plan(tb__flow *flow) {
     tb_status status = make_plan(flow);
     flow->setup.is_planned = status == TB_OK;
     return status;
+}
+
+tb_status tb__flow_copy_ir(tb__flow *flow, tb_ir **out) {
+    TB_TRY(tb__flow_plan(flow));
+    return tb__ir_copy(flow->setup.ir, NULL, NULL, out);
 }
 
 bool tb__flow_ensure_plan(tb__flow *flow) {
@@ -380,6 +386,9 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->setup.lanes);
     free(flow->setup.paths);
     free(flow->setup.groups.item);
+    free(flow->setup.accesses.item);
+    free(flow->setup.watched[0].item);
+    free(flow->setup.watched[1].item);
     tb__index_fini(&flow->setup.by_bucket);
     tb__arena_fini(&flow->setup.arena);
     tb_ir_destroy(flow->setup.ir);

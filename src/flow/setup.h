@@ -1,5 +1,5 @@
 /* Set-up of a flow, once for each plan: the IR and its lanes, tensor groups, memory for snapshots and shadows
- * (setup.c), and which tensors of other ranks can be reached (bind.c). Only these two, and group.c for the list of
+ * (setup.c), and which tensors of other ranks can be reached (bind.c, reach.c). Only these, and group.c for the list of
  * groups, write struct flow_setup, struct member_setup and lane.
  *
  * All of this needs the loop's lock. */
@@ -26,15 +26,32 @@ typedef struct remote_tensor {
 /* How a bucket gets to its targets. */
 typedef struct bucket_path {
     bool takes_staged;          /* as a target: it is sent to this rank, which otherwise reads it ... */
-    bool is_for_device;         /* ... by another device than the host's */
+    const char *why_taken;      /* ... and why; of this rank's own data, why its device stages it; NULL: it is read */
+    bool is_for_device;         /* if it is read: by another device than the host's */
     bool is_unpacked_on_device; /* if it is staged: it can be taken from the sender's device ... */
     bool is_unpacked_on_host;   /* ... or from its host memory */
     uint32_t nstaged;           /* as a source: members that it must be sent to */
     uint32_t *staged;
     uint32_t nstaged_on_device; /* of them, those that can take it from the device */
     bool is_packed_on_device;   /* it can be staged there */
-    const char *why_staged;     /* reason of the first of them; NULL: there are none */
+    const char *why_staged;     /* reason of the first of the members; NULL: there are none */
 } bucket_path;
+
+/* Whether a unit of a device can read the memory that begins at `base`, which is another unit's. */
+typedef struct tried_access {
+    const tb__device *device;
+    int unit;
+    const void *base;
+    const char *why; /* it can't; NULL: it can */
+} tried_access;
+
+/* A piece of memory that a tensor is in (remap.c). */
+typedef struct watched_memory {
+    tb__device *device;
+    tb__memory_id id;
+    uint32_t tensor; /* the first one in it */
+    bool is_shared;  /* others may have mapped it */
+} watched_memory;
 
 /* A channel of the IR, and this rank's roles in it. */
 typedef struct lane {
@@ -49,10 +66,10 @@ typedef struct lane {
     uint32_t nchildren;
     uint32_t *children; /* as a target: positions of members that this rank relays buckets to */
 
-    bool takes_staged;      /* as a target: some of its buckets are staged; all of them if they are reduced */
-    bool overwrites_source; /* as a target: its buckets are stashed before any target is written, because targets
-                               overlap sources */
-    size_t nstaged;         /* as a source: buckets that are staged for some target */
+    bool takes_staged; /* as a target: some of its buckets are staged; all of them if they are reduced */
+    bool is_stashed;   /* as a target: its buckets go to the stash first, because targets overlap sources, or because
+                          some of them are unpacked last (tb__codec.unpacks_last) */
+    size_t nstaged;    /* as a source: buckets that are staged for some target */
 
     size_t to_take; /* index of the next bucket to be read; written by direct.c */
     struct staged_lane staged_lane;
@@ -68,7 +85,9 @@ typedef struct group {
     size_t nbuckets;
     const lane **lanes; /* with buckets of this group */
     size_t nlanes;
-    size_t left; /* buckets that have not arrived; written by group.c */
+    /* Written by group.c: */
+    size_t left;  /* buckets that have not arrived ... */
+    size_t nlast; /* ... and how many of them are in the stash, to be unpacked when all others have */
 } group;
 
 typedef struct device_memory {
@@ -90,7 +109,10 @@ struct flow_setup {
     bool overwrites_live;    /* targets overlap sources, but these are sent from a snapshot */
     tb_binding *snapshot_of; /* per tensor: the program's binding, if src is the snapshot; NULL: no snapshots */
     TB_VEC(device_memory) duplicates; /* memory of snapshots and shadows */
-    int64_t largest_relay;            /* bytes of the largest bucket that this rank relays; 0: it relays none */
+    TB_VEC(tried_access) accesses;
+    TB_VEC(watched_memory) watched[2]; /* of targets, of sources; by address */
+    const char *last_reason;           /* that was put into the arena, why something is staged */
+    int64_t largest_relay;             /* bytes of the largest bucket that this rank relays; 0: it relays none */
 };
 
 /* What the plan and BIND and REACH say about a member. */
@@ -122,23 +144,36 @@ bool tb__flow_ensure_plan(tb__flow *flow);
 tb_status tb__flow_bind_duplicates(tb__flow *flow, bool is_src, const bool *has, tb_binding **out);
 void tb__flow_unplan(tb__flow *flow);
 
+/* remap.c: lists the memory of sources and targets, for the plan ... */
+tb_status tb__flow_watch_memory(tb__flow *flow);
+/* ... and fails with TB_INVALID, naming the tensor, if memory that the leg uses is not there any more, or, of a send,
+ * if others may have mapped what was there before. */
+tb_status tb__flow_check_remapped(const tb__flow *flow, bool is_send);
+
 /* bind.c */
 tb_status tb__flow_send_binds(tb__flow *flow);
 bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
-bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
-bool tb__flow_try_reach(tb__flow *flow); /* true: it did something */
-bool tb__flow_all_have_reach(const tb__flow *flow);
-/* The lane's first bucket, from this one on, that is staged for some target; the lane's bucket count if there is none.
- */
-size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from);
 void tb__flow_unbind(tb__flow *flow);
 remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor);
+/* Keeps in the flow's arena why something is staged. Reasons are read at both ends, so they name ranks. */
+__attribute__((format(printf, 2, 3))) const char *tb__flow_keep_reason(tb__flow *flow, const char *format, ...);
 /* Packs a key by which the peer can access the region; an empty one if it can't. */
 void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer);
 /* Maps so many bytes of memory that the member has exported, where the path allows it: on a device, or on the host.
  * NULL: not possible. The caller releases *memory. */
 char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, const bucket_path *path,
                      tb__peer_memory **memory);
+
+/* reach.c */
+bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
+bool tb__flow_try_reach(tb__flow *flow); /* true: it did something */
+bool tb__flow_all_have_reach(const tb__flow *flow);
+/* The lane's first bucket, from this one on, that is staged for some target; the lane's bucket count if there is none.
+ */
+size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from);
+/* Why a unit of a device can't read memory of another unit, mapped or of this process; NULL: it can. Each memory is
+ * tried once for each unit. */
+const char *tb__flow_why_not_accessed(tb__flow *flow, tb__device *device, int unit, const tb__memory *memory);
 
 /* group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);

@@ -125,6 +125,7 @@ void tb__flow_apply(tb__flow *flow) {
         return;
     }
     c->end = end_commit_copy;
+    tb__flow_set_mark(flow);
     tb__flow_start_copy_op(c);
 }
 

@@ -93,8 +93,10 @@ static lane *choose_out(tb__flow *flow) {
 
 static void end_pack(copy_op *c, tb_status status) {
     (void)status;
-    if (!c->flow->send.is_ending)
-        tb__staged_bucket_announce(c->staged_bucket);
+    if (c->flow->send.is_ending)
+        return;
+    tb__flow_tell_step(c->flow, c->parts[0], TB_BUCKET_PREPARED);
+    tb__staged_bucket_announce(c->staged_bucket);
 }
 
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
@@ -140,6 +142,7 @@ bool tb__staged_step_out(tb__flow *flow) {
             continue;
         status = tb__staged_bucket_check(p);
         if (status == TB_OK && p->left == 0) {
+            tb__flow_tell_step(flow, p->bucket, TB_BUCKET_FINALISED);
             p->lane->staged_lane.in_flight--;
             flow->staged.sends_left--;
             tb__staged_bucket_destroy(p);
@@ -184,16 +187,17 @@ static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l
     if (!p)
         return TB_NO_MEMORY;
     p->kind = STAGED_IN;
-    p->pool = l->overwrites_source ? POOL_STASH : POOL_RECEIVE;
+    p->pool = l->is_stashed ? POOL_STASH : POOL_RECEIVE;
     p->nbytes = a->nbytes;
     flow->staged.nrelays += l->nchildren > 0;
     flow->staged.is_taken[a->bucket] = true;
+    tb__flow_tell_step(flow, a->bucket, TB_BUCKET_LAUNCHED);
     if (a->map) {
         begin_read(p, a);
         return TB_OK;
     }
     /* A bucket that is relayed needs a buffer: the program may change its tensors once they have arrived. */
-    if (!l->overwrites_source && l->nchildren == 0 && tb__flow_may_write(flow))
+    if (!l->is_stashed && l->nchildren == 0 && tb__flow_may_write(flow))
         p->pieces = tb__flow_pieces(flow, l, a->bucket, true, &p->npieces);
     p->buffer = p->pieces ? NULL : tb__flow_stage(flow, p->pool, p->nbytes);
     if (!p->pieces && !p->buffer) {
@@ -227,7 +231,7 @@ static uint32_t lowest_relay(const tb__flow *flow) {
 /* A child may not accept a bucket before earlier groups have arrived. So later groups leave room for a bucket of the
  * lowest one. */
 static bool has_room(const tb__flow *flow, const lane *l, const announcement *a, uint32_t lowest) {
-    if (l->overwrites_source)
+    if (l->is_stashed)
         return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
     if (!l->nchildren || flow->setup.ir->buckets[a->bucket].group <= lowest)
         return tb__flow_has_room(flow, POOL_RECEIVE, a->nbytes);
@@ -272,7 +276,7 @@ static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
     lane *l = p->lane;
     char *from = p->map ? p->map : p->buffer;
     p->is_begun = true;
-    if (l->overwrites_source) {
+    if (l->is_stashed) {
         TB_TRY(tb__staged_stash(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
     } else if (p->pieces) {
@@ -295,7 +299,7 @@ static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
 /* Whether a received bucket can be written or stashed now. The stash takes the buffer, so all children must have the
  * bucket first. */
 static bool can_unpack(const tb__flow *flow, const staged_bucket *p) {
-    return !p->is_begun && (p->lane->overwrites_source ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
+    return !p->is_begun && (p->lane->is_stashed ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
 }
 
 /* Advances a received bucket: checks it, announces it to children, unpacks it, and frees it when all are done. */
@@ -305,6 +309,7 @@ static tb_status process_received(tb__flow *flow, staged_bucket *p, bool *did) {
     if (!is_checked)
         return TB_OK;
     if (!p->is_relayed) {
+        tb__flow_tell_step(flow, p->bucket, TB_BUCKET_COMPLETE);
         *did = p->is_relayed = true;
         if (p->nmessages > 1)
             tb__staged_bucket_announce(p);
@@ -341,11 +346,36 @@ bool tb__staged_step_in(tb__flow *flow) {
 
 /* ---- The stash ------------------------------------------------------------------------------------------------- */
 
+bool tb__flow_unpacks_last(const tb__flow *flow, size_t bucket) {
+    const tb_chunk *first = tb__flow_first_chunk(flow, bucket);
+    return first->is_whole && first->is_target && flow->tensors[first->tensor].codec->unpacks_last;
+}
+
 tb_status tb__staged_stash(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
-    if (!tb__vec_push(&flow->staged.stash, (stashed){l, bucket, buffer, nbytes}))
+    stashed s = {l, bucket, buffer, nbytes, tb__flow_first_chunk(flow, bucket)};
+    bool is_last = tb__flow_unpacks_last(flow, bucket);
+    if (is_last ? !tb__vec_push(&flow->staged.last, s) : !tb__vec_push(&flow->staged.stash, s))
         return TB_NO_MEMORY;
+    if (is_last) {
+        flow->staged.is_last_sorted = false;
+        tb__flow_count_last(flow, flow->setup.ir->buckets[bucket].group, 1);
+    }
     tb__flow_count_stashed(flow, l);
     return TB_OK;
+}
+
+/* Descending by group, tensor and place in the target. */
+static int compare_last(const void *a, const void *b) {
+    const tb_chunk *x = ((const stashed *)b)->first, *y = ((const stashed *)a)->first;
+    if (x->group != y->group)
+        return x->group < y->group ? -1 : 1;
+    if (x->tensor != y->tensor)
+        return x->tensor < y->tensor ? -1 : 1;
+    for (int d = 0; d < x->ndim; d++) {
+        if (x->dst.start[d] != y->dst.start[d])
+            return x->dst.start[d] < y->dst.start[d] ? -1 : 1;
+    }
+    return 0;
 }
 
 /* A bucket of the stash that may be written now; NULL: none. */
@@ -357,8 +387,39 @@ static stashed *find_writable(tb__flow *flow) {
     return NULL;
 }
 
+/* Takes the next bucket that is unpacked last, if all others of its group have arrived. One at a time, because a
+ * device may take longer for one than for the next. */
+static bool take_last(tb__flow *flow, stashed *out) {
+    struct flow_staged *staged = &flow->staged;
+    const group *g = staged->last.count && !staged->is_last_running ? tb__flow_find_last(flow) : NULL;
+    if (!g || !tb__flow_may_write(flow) || !tb__flow_is_in_window(flow, &(tb_bucket){.group = g->number}))
+        return false;
+    if (!staged->is_last_sorted)
+        qsort(staged->last.item, staged->last.count, sizeof *staged->last.item, compare_last);
+    staged->is_last_sorted = true;
+    size_t at = staged->last.count - 1;
+    while (staged->last.item[at].first->group != g->number)
+        at--;
+    *out = staged->last.item[at];
+    memmove(&staged->last.item[at], &staged->last.item[at + 1],
+            (--staged->last.count - at) * sizeof *staged->last.item);
+    tb__flow_count_last(flow, g->number, -1);
+    return true;
+}
+
+static bool take_stashed(tb__flow *flow, stashed *out) {
+    stashed *at = find_writable(flow);
+    if (!at)
+        return take_last(flow, out);
+    *out = *at;
+    *at = flow->staged.stash.item[--flow->staged.stash.count];
+    return true;
+}
+
 static void end_stash_write(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
+    if (tb__flow_unpacks_last(flow, c->parts[0]))
+        flow->staged.is_last_running = false;
     tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
     if (flow->recv.is_ending)
         return;
@@ -367,15 +428,16 @@ static void end_stash_write(copy_op *c, tb_status status) {
 }
 
 tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
-    stashed *at = find_writable(flow);
-    if (!at)
+    if (flow->staged.stash.count == 0 && flow->staged.last.count == 0)
         return TB_OK;
-    stashed s = *at;
-    *did = true;
     copy_op *c = tb__flow_new_copy_op(flow, false, COPY_UNPACK, 1);
-    if (!c)
-        return TB_NO_MEMORY;
-    *at = flow->staged.stash.item[--flow->staged.stash.count];
+    stashed s;
+    if (!c || !take_stashed(flow, &s)) {
+        tb__flow_free_copy_op(c);
+        return c ? TB_OK : TB_NO_MEMORY;
+    }
+    *did = true;
+    flow->staged.is_last_running |= tb__flow_unpacks_last(flow, s.bucket);
     c->parts[c->nparts++] = (uint32_t)s.bucket;
     c->from = s.buffer;
     c->nbytes = s.nbytes;

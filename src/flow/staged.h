@@ -85,6 +85,7 @@ typedef struct stashed {
     size_t bucket;
     char *buffer;
     size_t nbytes;
+    const tb_chunk *first; /* of the bucket */
 } stashed;
 
 /* Staging memory on one of a device's units: only device_stage.c writes it. */
@@ -119,9 +120,12 @@ struct flow_staged {
 
     /* Of the receive. */
     TB_VEC(announcement) announcements;
-    bool *is_taken; /* per bucket: its announcement was accepted */
-    size_t nrelays; /* buckets that are being relayed */
-    TB_VEC(stashed) stash;
+    bool *is_taken;        /* per bucket: its announcement was accepted */
+    size_t nrelays;        /* buckets that are being relayed */
+    TB_VEC(stashed) stash; /* to be written when that is allowed */
+    TB_VEC(stashed) last;  /* likewise, but to be unpacked last ... */
+    bool is_last_sorted;   /* ... by group, tensor and place in the target, descending */
+    bool is_last_running;  /* one of them is being unpacked */
 };
 
 /* ---- For the rest of the flow ---------------------------------------------------------------------------------- */
@@ -140,6 +144,8 @@ const tb__flow_tensor *tb__staged_find_held(const tb__flow *flow, uintptr_t firs
 bool tb__staged_step_out(tb__flow *flow);                  /* packs and announces */
 bool tb__staged_step_in(tb__flow *flow);                   /* accepts announced buckets, unpacks and relays them */
 bool tb__staged_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
+/* Whether the bucket is unpacked when all others of its group have arrived. */
+bool tb__flow_unpacks_last(const tb__flow *flow, size_t bucket);
 /* Adds a bucket to the stash, which takes ownership of the buffer (of POOL_STASH). */
 tb_status tb__staged_stash(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
 /* Writes a bucket of the stash, if that is allowed now; *did: it was. */

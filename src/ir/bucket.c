@@ -73,7 +73,8 @@ static bool fits_bucket(const tb_chunk *chunk, const tb_bucket *bucket, int64_t 
 static bool add_entry(tb__owned_ir *ir, tb_channel *channel, size_t i, const tb__ir_limits *limits, int64_t *staged) {
     const tb_chunk *chunk = &ir->chunks.item[i];
     tb_bucket *bucket = channel->nbuckets ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
-    if (!bucket || bucket->group != chunk->group || !fits_bucket(chunk, bucket, *staged, limits)) {
+    bool is_alone = chunk->is_whole || (bucket && ir->chunks.item[i - 1].is_whole);
+    if (!bucket || is_alone || bucket->group != chunk->group || !fits_bucket(chunk, bucket, *staged, limits)) {
         tb_bucket new = {.channel = ir->channels.count - 1, .group = chunk->group, .first_entry = ir->entries.count};
         if (!tb__vec_push(&ir->buckets, new))
             return false;

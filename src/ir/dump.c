@@ -111,6 +111,8 @@ static void add_json_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *
     const tb_chunk *c = &ir->chunks[entry->chunk];
     /* The id is a string: it fills 64 bits, and JSON readers often stop at 53. */
     tb__text_add(t, "{\"tensor\":%" PRIu32 ",\"id\":\"%016" PRIx64 "\",\"part\":%" PRIu32, c->tensor, c->id, c->part);
+    if (c->is_whole)
+        tb__text_add(t, ",\"whole\":true");
     tb__text_add(t, ",\"is_source\":%s,\"is_target\":%s", c->is_source ? "true" : "false",
                  c->is_target ? "true" : "false");
     tb__text_add(t, ",\"op\":\"%s\",\"divisor\":%" PRIu64, tb__reduce_op_name(c->op), c->divisor);

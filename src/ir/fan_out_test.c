@@ -14,7 +14,7 @@ typedef struct batch {
     bool is_coded;
     const int32_t *hosts; /* of ranks 0 to 3; NULL: not known */
     int64_t bucket_size, staging_bytes;
-    bool is_direct;
+    bool is_direct, is_whole;
     size_t nbuckets;    /* of each channel */
     int64_t most_bytes; /* of a bucket */
 } batch;
@@ -39,7 +39,8 @@ static void make(const batch *b, tb_ir **ir) {
                                    .src_dtype = TB_F32,
                                    .dst_dtype = TB_F32,
                                    .band = b->band,
-                                   .coded = b->is_coded};
+                                   .coded = b->is_coded,
+                                   .whole = b->is_whole};
     for (int32_t rank = 0; rank < NRANKS; rank++)
         assert_int_equal(tb_ir_create(rank, spec, (size_t)b->ntensors, NULL, &opts, &ir[rank]), TB_OK);
     tb_layout_destroy(src);
@@ -184,6 +185,18 @@ static void what_is_not_handed_on_stays_whole(void **state) {
     b = all;
     b.hosts = apart;
     b.is_direct = true;
+    check(&b);
+    b = all;
+    b.hosts = apart;
+    b.is_coded = b.is_whole = true; /* not even for the sake of relays */
+    check(&b);
+    b.ntensors = 2;
+    b.bucket_size = 64 * MIB; /* and each alone */
+    b.nbuckets = 2;
+    check(&b);
+    b.is_whole = false;
+    b.nbuckets = 1;
+    b.most_bytes = 8 * MIB;
     check(&b);
 }
 

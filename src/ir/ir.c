@@ -31,9 +31,13 @@ tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *o
         tb_dtype from = step[i], to = step[i + 1];
         if (from == to)
             continue;
-        if (!tb__dtype_is_castable(from) || !tb__dtype_is_castable(to))
+        if (!tb__dtype_can_cast(from, to))
             return tb__fail(TB_REFUSED, "there is no cast from %s to %s", tb_dtype_name(from), tb_dtype_name(to));
-        if (tb_dtype_bits(to) <= 8 && asked != to)
+        bool is_integer = tb__dtype_class_of(to) == TB__INTEGER;
+        if (is_integer && !tb__dtype_has_values_of(to, from) && asked != to)
+            return tb__fail(TB_REFUSED, "a cast from %s to %s may lose values; ask for it by wire dtype %s",
+                            tb_dtype_name(from), tb_dtype_name(to), tb_dtype_name(to));
+        if (!is_integer && tb_dtype_bits(to) <= 8 && asked != to)
             return tb__fail(TB_REFUSED, "a cast from %s to %s without scales loses range; ask for it by wire dtype %s",
                             tb_dtype_name(from), tb_dtype_name(to), tb_dtype_name(to));
     }
@@ -81,6 +85,10 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
     else
         role.mode = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
     return role;
+}
+
+tb_chunk_mode tb_route_mode(const tb_route *route, int32_t rank) {
+    return tb__route_role(route, rank).mode;
 }
 
 /* A chunk on its way to parts of up to most_bytes. */
@@ -141,7 +149,13 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
 static tb_status add_chunk_parts(tb__owned_ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec,
                                  const tb__ir_limits *limits, uint32_t *part) {
     cutter c = {ir, spec, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), part};
-    if (limits->chunk && limits->chunk < c.most_bytes)
+    if (chunk->is_whole && chunk->nbytes > c.most_bytes)
+        return tb__fail(TB_REFUSED,
+                        "a piece of it has %" PRId64
+                        " bytes on the wire, and is not to be cut: that takes staging_bytes "
+                        "of four times as many",
+                        chunk->nbytes);
+    if (limits->chunk && limits->chunk < c.most_bytes && !chunk->is_whole)
         c.most_bytes = limits->chunk;
     return add_parts(&c, chunk, 0);
 }
@@ -219,6 +233,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
         .order = route->order,
         .src_dtype = spec->src_dtype,
         .wire_dtype = wire,
+        .is_whole = spec->coded && spec->whole,
     };
     if (spec->coded && (route->ncontributors || route->source == TB_NO_RANK))
         return tb__fail(TB_REFUSED, "a Partial tensor can't be converted on its way");

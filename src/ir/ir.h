@@ -32,6 +32,18 @@ const int32_t *tb__ir_ranks(tb__owned_ir *ir, const int32_t *ranks, uint32_t cou
 /* Memory in bytes. */
 size_t tb__ir_nbytes(const tb_ir *view);
 
+/* Whether mode, source and targets of a channel's chunks go together. */
+tb_status tb__chunk_check_key(const tb_chunk *key);
+
+/* Checks an IR that may have been made by anybody: indices, offsets, ranks, roles, ids and sizes. */
+tb_status tb__ir_check(const tb_ir *ir);
+
+/* Adds to hashes[r] what the IR has in common with rank r, for ranks below n: equal at both ends if they agree. */
+void tb__ir_hash(const tb_ir *ir, uint64_t *hashes, int32_t n);
+
+/* A copy, in which rank r is rank_of(arg, r); NULL: the same. */
+tb_status tb__ir_copy(const tb_ir *from, int32_t (*rank_of)(void *arg, int32_t rank), void *arg, tb_ir **out);
+
 /* Adds a reference, which tb_ir_destroy drops. */
 void tb__ir_ref(tb_ir *view);
 

@@ -267,6 +267,79 @@ static void make_special(tb_tensor_spec *spec, rng *r) {
     }
 }
 
+/* ---- Checks of what anybody may have made ------------------------------------------------------------------------ */
+
+static bool has_coded(const tb_ir *ir) {
+    for (size_t i = 0; i < ir->nchunks; i++) {
+        if (ir->chunks[i].is_coded)
+            return true;
+    }
+    return false;
+}
+
+/* A rank that is not in both hashes has nothing in common with the other. */
+static void check_hashes(tb_ir *const *ir) {
+    static uint64_t hashes[NRANKS][NRANKS];
+    memset(hashes, 0, sizeof hashes);
+    for (int32_t rank = 0; rank < NRANKS; rank++) {
+        tb_status status = tb__ir_check(ir[rank]);
+        if (status != (has_coded(ir[rank]) ? TB_REFUSED : TB_OK))
+            fail_msg("rank %d: %s: %s", rank, tb_status_string(status), tb_error_detail());
+        tb__ir_hash(ir[rank], hashes[rank], NRANKS);
+    }
+    for (int32_t a = 0; a < NRANKS; a++) {
+        for (int32_t b = 0; b < a; b++)
+            assert_int_equal(hashes[a][b], hashes[b][a]);
+    }
+}
+
+static void change_byte(void *items, size_t count, size_t size, rng *r) {
+    if (count)
+        ((unsigned char *)items)[rng_range(r, 0, (int64_t)(count * size) - 1)] ^= (unsigned char)rng_range(r, 1, 255);
+}
+
+/* A byte of it is changed, but for pointers and how far they reach: it is refused, or still an IR, which can be copied
+ * and has other hashes only. */
+static void check_changed(const tb_ir *ir, rng *r) {
+    tb_ir *copy, *again;
+    assert_int_equal(tb__ir_copy(ir, NULL, NULL, &copy), TB_OK);
+    tb_chunk *chunks = (tb_chunk *)(uintptr_t)copy->chunks;
+    tb_channel *channels = (tb_channel *)(uintptr_t)copy->channels;
+    switch (rng_range(r, 0, 3)) {
+    case 0:
+        change_byte(chunks, copy->nchunks, sizeof *chunks, r);
+        break;
+    case 1:
+        change_byte((void *)(uintptr_t)copy->entries, copy->nentries, sizeof *copy->entries, r);
+        break;
+    case 2:
+        change_byte((void *)(uintptr_t)copy->buckets, copy->nbuckets, sizeof *copy->buckets, r);
+        break;
+    default:
+        change_byte(channels, copy->nchannels, sizeof *channels, r);
+    }
+    for (size_t i = 0; i < copy->nchunks; i++) {
+        bool *flags[] = {&chunks[i].is_source, &chunks[i].is_target, &chunks[i].is_coded, &chunks[i].is_whole};
+        for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+            *(unsigned char *)flags[k] &= 1; /* in C a bool is one or the other */
+        chunks[i].targets = ir->chunks[i].targets;
+        chunks[i].ntargets = ir->chunks[i].ntargets;
+        chunks[i].contributors = ir->chunks[i].contributors;
+        chunks[i].ncontributors = ir->chunks[i].ncontributors;
+    }
+    for (size_t i = 0; i < copy->nchannels; i++)
+        channels[i].via = ir->channels[i].via;
+    if (tb__ir_check(copy) == TB_OK) {
+        uint64_t hashes[NRANKS] = {0};
+        tb__ir_hash(copy, hashes, NRANKS);
+        assert_int_equal(tb__ir_copy(copy, NULL, NULL, &again), TB_OK);
+        tb_ir_destroy(again);
+    } else {
+        assert_true(strlen(tb_error_detail()) > 0);
+    }
+    tb_ir_destroy(copy);
+}
+
 static void both_ends_build_the_same_buckets(void **state) {
     (void)state;
     static batch b;
@@ -323,8 +396,11 @@ static void both_ends_build_the_same_buckets(void **state) {
                 }
             }
         }
-        for (int32_t rank = 0; rank < NRANKS; rank++)
+        check_hashes(ir);
+        for (int32_t rank = 0; rank < NRANKS; rank++) {
+            check_changed(ir[rank], &r);
             tb_ir_destroy(ir[rank]);
+        }
         tb_plan_cache_destroy(cache);
         free_batch(&b);
     }

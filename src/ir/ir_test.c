@@ -269,7 +269,21 @@ static void wire_dtypes(void **state) {
     assert_int_equal(tb__wire_dtype(TB_BF16, TB_F8E4M3, TB_BF16, &wire), TB_REFUSED);
     assert_int_equal(tb__wire_dtype(TB_BF16, TB_F8E4M3, TB_F8E4M3, &wire), TB_OK);
     assert_int_equal(tb__wire_dtype(TB_F8E4M3, TB_F8E4M3, TB_DTYPE_NONE, &wire), TB_OK);
+    assert_int_equal(tb__wire_dtype(TB_F64, TB_BF16, TB_DTYPE_NONE, &wire), TB_OK);
+    assert_int_equal(wire, TB_BF16);
     assert_int_equal(tb__wire_dtype(TB_I32, TB_F32, TB_DTYPE_NONE, &wire), TB_REFUSED);
+    assert_int_equal(tb__wire_dtype(TB_I32, TB_I64, TB_DTYPE_NONE, &wire), TB_OK);
+    assert_int_equal(wire, TB_I32);
+    assert_int_equal(tb__wire_dtype(TB_U8, TB_I16, TB_DTYPE_NONE, &wire), TB_OK);
+    assert_int_equal(tb__wire_dtype(TB_I32, TB_I32, TB_I64, &wire), TB_REFUSED); /* back from the wire */
+    static const tb_dtype losing[][2] = {{TB_I64, TB_I32}, {TB_I32, TB_U32}, {TB_U32, TB_I32}, {TB_I8, TB_U64}};
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(tb__wire_dtype(losing[i][0], losing[i][1], TB_DTYPE_NONE, &wire), TB_REFUSED);
+        assert_non_null(strstr(tb_error_detail(), "may lose values; ask for it by wire dtype"));
+        assert_int_equal(tb__wire_dtype(losing[i][0], losing[i][1], losing[i][1], &wire), TB_OK);
+        assert_int_equal(wire, losing[i][1]);
+    }
+    assert_int_equal(tb__wire_dtype(TB_BOOL, TB_U8, TB_U8, &wire), TB_REFUSED);
     assert_int_equal(tb__wire_dtype(TB_F32, (tb_dtype)99, TB_DTYPE_NONE, &wire), TB_INVALID);
 }
 

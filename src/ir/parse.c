@@ -96,6 +96,8 @@ static tb_status read_chunk(const tb__owned_ir *ir, const json_t *json, tb_chunk
     TB_TRY(read_id(json, &chunk->id));
     TB_TRY(read_int(json, "part", 0, UINT32_MAX, &value));
     chunk->part = (uint32_t)value;
+    if (json_object_get(json, "whole"))
+        TB_TRY(read_bool(json, "whole", &chunk->is_whole));
     TB_TRY(read_bool(json, "is_source", &chunk->is_source));
     TB_TRY(read_bool(json, "is_target", &chunk->is_target));
     const char *op = json_string_value(json_object_get(json, "op"));
@@ -166,7 +168,7 @@ static tb_status read_bucket(tb__owned_ir *ir, const json_t *json, const tb_chun
     return tb__vec_push(&ir->buckets, bucket) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status check_key(const tb_chunk *key) {
+tb_status tb__chunk_check_key(const tb_chunk *key) {
     bool to_itself = key->ntargets == 1 && (key->targets[0] == key->source || key->source == TB_NO_RANK);
     if (key->ntargets == 0)
         return tb__fail(TB_INVALID, "'targets' is empty");
@@ -212,7 +214,7 @@ static tb_status read_channel(tb__owned_ir *ir, const json_t *json) {
     key.source = (int32_t)value;
     TB_TRY(read_ranks(ir, json, "targets", &key.ntargets, &key.targets));
     TB_TRY(read_ranks(ir, json, "contributors", &key.ncontributors, &key.contributors));
-    TB_TRY(check_key(&key));
+    TB_TRY(tb__chunk_check_key(&key));
     if (json_object_get(json, "via"))
         TB_TRY(read_via(ir, json, &key, &channel.via));
     TB_TRY(read_int(json, "max_in_flight", 1, UINT32_MAX, &value));

@@ -216,12 +216,27 @@ int32_t tb_layout_rank_at(const tb_layout *layout, int32_t index) {
     return layout->ranks ? layout->ranks[index] : layout->first + index;
 }
 
+/* The position in by_rank of the lowest rank that is not below this one. */
+static int32_t lower_rank(const tb_layout *layout, int32_t rank) {
+    int32_t i = 0;
+    TB_BISECT(i, layout->nranks, (int32_t)(layout->by_rank[i] >> 32) >= rank);
+    return i;
+}
+
 int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank) {
     if (!layout->ranks)
         return rank >= layout->first && rank - layout->first < layout->nranks ? rank - layout->first : -1;
-    int32_t i = 0;
-    TB_BISECT(i, layout->nranks, (int32_t)(layout->by_rank[i] >> 32) >= rank);
+    int32_t i = lower_rank(layout, rank);
     if (i == layout->nranks || (int32_t)(layout->by_rank[i] >> 32) != rank)
         return -1;
     return (int32_t)(uint32_t)layout->by_rank[i];
+}
+
+int32_t tb__layout_rank_from(const tb_layout *layout, int32_t rank) {
+    if (!layout->ranks) {
+        int32_t from = rank > layout->first ? rank : layout->first;
+        return from - layout->first < layout->nranks ? from : TB_NO_RANK;
+    }
+    int32_t i = lower_rank(layout, rank);
+    return i < layout->nranks ? (int32_t)(layout->by_rank[i] >> 32) : TB_NO_RANK;
 }

@@ -26,6 +26,8 @@ struct tb_layout {
 
 tb_layout *tb__layout_ref(const tb_layout *layout);
 size_t tb__layout_nbytes(const tb_layout *layout); /* memory in bytes */
+/* The lowest rank of the mesh that is not below `rank`; TB_NO_RANK: there is none. */
+int32_t tb__layout_rank_from(const tb_layout *layout, int32_t rank);
 
 /* Placements. What a parse makes owns its arrays, and is freed by fini. */
 tb_status tb__placement_parse(const char **at, tb_placement *out);

@@ -307,9 +307,31 @@ static void bindings(void **state) {
     assert_int_equal(tb_binding_check(&b, 3), TB_INVALID);
 }
 
+/* The lowest rank that is not below another one, found by looking at all. */
+static void rank_from(void **state) {
+    (void)state;
+    static const char *const texts[] = {"mesh=4 place=S0", "mesh=2,2 place=S0,R ranks=7,2,9,4",
+                                        "mesh=3 place=R ranks=5..7"};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        tb_layout *layout;
+        assert_int_equal(tb_layout_parse(texts[i], &layout), TB_OK);
+        for (int32_t rank = 0; rank < 12; rank++) {
+            int32_t lowest = TB_NO_RANK;
+            for (int32_t k = 0; k < tb_layout_nranks(layout); k++) {
+                int32_t at = tb_layout_rank_at(layout, k);
+                if (at >= rank && (lowest == TB_NO_RANK || at < lowest))
+                    lowest = at;
+            }
+            assert_int_equal(tb__layout_rank_from(layout, rank), lowest);
+        }
+        tb_layout_destroy(layout);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(golden_dtensor_layouts),
+        cmocka_unit_test(rank_from),
         cmocka_unit_test(strided_shard_by_hand),
         cmocka_unit_test(random_layouts),
         cmocka_unit_test(text_forms),

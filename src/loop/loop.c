@@ -4,6 +4,7 @@
 #include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "base/proof.h"
 #include "loop/adopted.h"
 #include "loop/share.h"
 #include "loop/stream.h"
@@ -152,6 +153,7 @@ static bool step_loop(tb__loop *loop) {
         if (status != TB_OK)
             tb__log(TB_LOG_ERROR, "transport %s: %s", t->ops->name, tb_error_detail());
     }
+    tb__peers_open_met(loop);
     tb__peers_report_losses(loop);
     bool did = step_tasks(loop);
     did |= progress_devices(loop);
@@ -357,12 +359,16 @@ uint64_t tb__loop_new_tag(tb__loop *loop) {
 /* ---- Create and destroy ---------------------------------------------------------------------------------------- */
 
 static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const char *name) {
+    tb__proof_key key;
+    _Static_assert(sizeof key == TB_KEY_SIZE, "transports get the whole key");
+    tb__proof_key_derive(o->token, "rank", &key);
     tb_transport_env env = {.size = sizeof env,
                             .rank = loop->transport_rank,
                             .arg = loop,
                             .lost = tb__peer_on_lost,
                             .reached = tb__peer_on_reached,
-                            .is_driven = !o->manual};
+                            .is_driven = !o->manual,
+                            .key = key.bytes};
     tb_transport *t = &loop->transports[loop->ntransports];
     TB_TRY(tb__transport_open(name, &env, t));
     struct epoll_event event = {.events = EPOLLIN};

@@ -53,16 +53,20 @@ typedef struct tb__peer {
     int32_t transport_rank; /* the rank that transports know it by; no other incarnation has it */
     uint64_t contact;       /* a hash of it */
     const tb_transport *transport;
-    char *label; /* "rank 6 (inference 2)" */
-    char *host;  /* id of its machine */
+    /* Behind the struct, in the same allocation: most peers are never connected, and there may be thousands. */
+    const char *label;   /* "rank 6 (inference 2)" */
+    const char *host;    /* id of its machine */
+    const void *address; /* in `transport` */
+    size_t address_nbytes;
+    bool is_open; /* connected; it is when either end has first used the connection */
+    bool is_met;  /* it has connected to this process, which has to connect to it, too */
     bool is_lost;
     char *why;
-    size_t nunsent;       /* messages to it that the transport has not taken yet */
-    bool loss_reported;   /* to all ports */
-    bool is_disconnected; /* the transport has reported the loss, too */
-    uint64_t moved[2];    /* tensor bytes received from it, and sent to it */
-    tb_op receive;        /* of the next message */
-    tb_piece receive_piece;
+    size_t nunsent;                   /* messages to it that the transport has not taken yet */
+    bool loss_reported;               /* to all ports */
+    bool is_disconnected;             /* the transport has reported the loss, too */
+    uint64_t moved[2];                /* tensor bytes received from it, and sent to it */
+    struct tb__next_receive *receive; /* NULL: it was never connected */
     unsigned char *inbox, *message_bytes;
     bool is_in_message;            /* the inbox holds the frame of a long message whose parts follow */
     size_t received;               /* bytes of them, in message_bytes */
@@ -86,6 +90,7 @@ struct tb__port {
 typedef struct tb__loop_opts {
     int32_t rank;
     uint64_t incarnation;
+    const char *token;     /* of the bus; NULL: none */
     const char *transport; /* "auto", or the only one */
     const char *host;      /* id that all processes of this machine share; NULL: read from the system */
     bool is_local;         /* all processes are on this machine: "auto" opens no network transports */
@@ -126,22 +131,31 @@ void tb__loop_remove_task(tb__loop *loop, tb__task *task);
 /* TB_REFUSED if the process has another minor version, which may have another protocol. Any thread. */
 tb_status tb__contact_check_version(const void *contact, size_t nbytes, const char *label);
 
-/* Connects a process by its contact, and receives its messages from then on. A rank and incarnation that is known gives
- * the same peer. If that peer was lost, it is connected again as a new peer; where the transport can't do that, or not
- * now, *out is the lost peer. */
-tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
-                           const char *label, tb__peer **out);
+/* Makes a process known by its contact. It is connected when a message is first sent to it, or has come from it, or by
+ * tb__peer_open; with a transport that does not report strangers, at once. A rank and incarnation that is known gives
+ * the same peer; a connection that stands is tested (tb__peer_is_reached). If that peer was lost, it is connected again
+ * as a new peer; where the transport can't do that, or not now, *out is the lost peer. */
+tb_status tb__loop_meet(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
+                        const char *label, tb__peer **out);
+/* Connects the peer, if that has not been done. A peer that is gone is marked as lost. */
+tb_status tb__peer_open(tb__peer *peer);
+/* Another process reports that the peer is lost: counts if this process has no connection with it. */
+void tb__peer_report_lost(tb__peer *peer, const char *why);
 
 /* The last connection with it; NULL: none. */
 tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation);
-/* Whether tb__loop_connect can connect it again after a loss. */
+/* Whether tb__loop_meet can connect it again after a loss. */
 bool tb__peer_can_reconnect(const tb__peer *peer);
-/* False after a tb__loop_connect of a known or lost peer until the peer has answered. Waiters are woken when that
+/* False after a tb__loop_meet of a known or lost peer until the peer has answered. Waiters are woken when that
  * changes. */
 bool tb__peer_is_reached(const tb__peer *peer);
 /* As tb__transport_post, but fails if the peer is lost: its transport rank may belong to a newer connection. */
-tb_status tb__peer_post(const tb__peer *peer, tb_op *op);
-const tb__peer *tb__loop_peers(const tb__loop *loop); /* a list, newest first */
+tb_status tb__peer_post(tb__peer *peer, tb_op *op);
+tb__peer *tb__loop_peers(const tb__loop *loop); /* a list, newest first */
+/* Whether ports will hear of further losses in this step of the driver. */
+bool tb__loop_has_unreported_losses(const tb__loop *loop);
+/* The number of ranks on this machine that are known and not lost, this one included. */
+int32_t tb__loop_count_near(const tb__loop *loop);
 
 /* Sends a message to one of the peer's ports; takes ownership of `message`. A message to a lost peer is dropped; ports
  * hear of the loss in the driver's next step. Messages to one peer arrive in order. */

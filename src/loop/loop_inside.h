@@ -2,6 +2,7 @@
 #ifndef TB_LOOP_LOOP_INSIDE_H
 #define TB_LOOP_LOOP_INSIDE_H
 
+#include "base/mem.h"
 #include "loop/loop.h"
 
 #include <stdatomic.h>
@@ -36,7 +37,11 @@ struct tb__loop {
     tb__submitted *submitted; /* not done yet */
     size_t nbegun_waiters;    /* threads to be woken when devices have begun some of it */
     tb__peer *peers;
-    size_t nunreported; /* lost peers whose loss the ports have not heard of */
+    TB_VEC(tb__peer *) all_peers; /* the same, oldest first */
+    tb__index peer_index;         /* of all_peers, by transport rank */
+    TB_VEC(int32_t) strangers;    /* transport ranks of processes that have connected to this one and are not known */
+    TB_VEC(tb__peer *) met;       /* peers that have to be connected because they have connected to this process */
+    size_t nunreported;           /* lost peers whose loss the ports have not heard of */
     tb__port *ports;
     tb__task *tasks;
     struct tb__region **regions; /* by hash */
@@ -60,6 +65,8 @@ void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why);
 /* Reports lost peers to the ports. Not during a step of a task: ports may end what the task works on. */
 void tb__peers_report_losses(tb__loop *loop);
 void tb__peer_on_reached(void *arg, int32_t transport_rank);
+/* Connects peers that have connected to this process. Not in a callback of a transport. */
+void tb__peers_open_met(tb__loop *loop);
 void tb__peers_free(tb__loop *loop);
 
 #endif

@@ -6,6 +6,8 @@
 #include "base/checksum.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "base/process.h"
+#include "base/traffic.h"
 #include "loop/share.h"
 
 #include <fcntl.h>
@@ -33,17 +35,6 @@ int32_t tb__transport_rank(int32_t rank, uint64_t incarnation) {
 
 /* ---- Contact -------------------------------------------------------------------------------------------------- */
 
-static size_t read_line(const char *path, char *out, size_t room) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return 0;
-    ssize_t n = read(fd, out, room);
-    close(fd);
-    while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\0'))
-        n--;
-    return n > 0 ? (size_t)n : 0;
-}
-
 /* Processes with equal ids can connect through local sockets: same boot of the same kernel, same network namespace. The
  * host name stands in for an unknown boot id. */
 void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]) {
@@ -54,7 +45,7 @@ void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]) {
     }
     struct stat net;
     struct utsname name;
-    size_t n = read_line("/proc/sys/kernel/random/boot_id", host, 36);
+    size_t n = tb__read_short_file("/proc/sys/kernel/random/boot_id", host, 37) ? strcspn(host, "\n") : 0;
     if (n == 0 && uname(&name) == 0)
         n = (size_t)snprintf(host, 37, "%.36s", name.nodename);
     if (stat("/proc/self/ns/net", &net) == 0)
@@ -151,6 +142,11 @@ static void deliver_message(tb__peer *peer, uint32_t id, const unsigned char *da
     tb__log(TB_LOG_DEBUG, "a message of %s for port %" PRIu32 ", which is closed", peer->label, id);
 }
 
+typedef struct tb__next_receive {
+    tb_op op;
+    tb_piece piece;
+} tb__next_receive;
+
 static uint32_t frame_port(const tb__peer *peer, uint64_t *nbytes) {
     tb__unpack frame = {peer->inbox, peer->inbox + FRAME_HEADER, false};
     uint32_t port = tb__unpack_u32(&frame);
@@ -194,15 +190,16 @@ static void schedule_receive(tb__peer *peer) {
 }
 
 static void post_receive(tb__peer *peer, void (*done)(tb_op *op), void *base, size_t nbytes) {
-    peer->receive_piece = (tb_piece){base, nbytes};
-    peer->receive = (tb_op){.kind = TB_OP_RECV,
-                            .peer = peer->transport_rank,
-                            .tag = TB__TAG_MESSAGE,
-                            .pieces = &peer->receive_piece,
-                            .npieces = 1,
-                            .done = done,
-                            .arg = peer};
-    tb_status status = tb__peer_post(peer, &peer->receive);
+    tb__next_receive *next = peer->receive;
+    next->piece = (tb_piece){base, nbytes};
+    next->op = (tb_op){.kind = TB_OP_RECV,
+                       .peer = peer->transport_rank,
+                       .tag = TB__TAG_MESSAGE,
+                       .pieces = &next->piece,
+                       .npieces = 1,
+                       .done = done,
+                       .arg = peer};
+    tb_status status = tb__peer_post(peer, &next->op);
     if (status == TB_NO_MEMORY)
         schedule_receive(peer);
     else if (status != TB_OK)
@@ -221,7 +218,7 @@ static bool check_received(tb__peer *peer, const tb_op *op) {
     if (op->status == TB_OK)
         return true;
     if (op->status == TB_TOO_BIG)
-        tb__set_detail("oversized frame: got %zu bytes, %zu are allowed", op->nbytes, peer->receive_piece.nbytes);
+        tb__set_detail("oversized frame: got %zu bytes, %zu are allowed", op->nbytes, peer->receive->piece.nbytes);
     else
         tb__set_detail("its frame can't be received: %s", tb__op_why(op));
     if (op->status != TB_LOST && op->status != TB_CANCELLED)
@@ -237,7 +234,7 @@ static void on_part(tb_op *op) {
         return;
     uint32_t port = frame_port(peer, &nbytes);
     peer->received += op->nbytes;
-    if (op->nbytes < peer->receive_piece.nbytes) {
+    if (op->nbytes < peer->receive->piece.nbytes) {
         tb__set_detail("truncated message: got %zu of %" PRIu64 " bytes", peer->received, nbytes);
         disconnect_peer(peer, tb_error_detail());
         free_inbox(peer);
@@ -307,9 +304,43 @@ void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why) {
     }
 }
 
+static tb__peer *find_by_transport_rank(tb__loop *loop, int32_t transport_rank) {
+    size_t probe = 0, i;
+    tb__peer *found = NULL; /* the newest */
+    while ((i = tb__index_next(&loop->peer_index, tb__hash(0, (uint32_t)transport_rank), &probe)) != TB__NOWHERE) {
+        tb__peer *peer = loop->all_peers.item[i];
+        if (peer->transport_rank == transport_rank)
+            found = peer;
+    }
+    return found;
+}
+
+static void mark_met(tb__peer *peer) {
+    if (peer->is_open || peer->is_met || peer->is_lost)
+        return;
+    peer->is_met = tb__vec_push(&peer->loop->met, peer);
+    if (!peer->is_met)
+        tb__log(TB_LOG_ERROR, "no memory for the connection of %s", peer->label);
+    tb__loop_wake(peer->loop);
+}
+
 void tb__peer_on_reached(void *arg, int32_t transport_rank) {
-    (void)transport_rank;
-    tb__loop_signal(arg);
+    tb__loop *loop = arg;
+    tb__peer *peer = find_by_transport_rank(loop, transport_rank);
+    if (peer)
+        mark_met(peer);
+    else if (!tb__vec_push(&loop->strangers, transport_rank))
+        tb__log(TB_LOG_ERROR, "no memory for the connection of transport rank %" PRId32, transport_rank);
+    tb__loop_signal(loop);
+}
+
+void tb__peers_open_met(tb__loop *loop) {
+    while (loop->met.count > 0) {
+        tb__peer *peer = loop->met.item[--loop->met.count];
+        peer->is_met = false;
+        if (tb__peer_open(peer) != TB_OK)
+            tb__log(TB_LOG_WARN, "%s has connected, but can't be connected to: %s", peer->label, tb_error_detail());
+    }
 }
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
@@ -389,7 +420,9 @@ static outgoing *new_outgoing(tb__peer *peer, uint32_t port, tb__pack *message) 
 }
 
 tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
-    tb_status status = peer->unposted && !peer->is_lost ? post_parts(peer) : TB_OK;
+    tb_status status = tb__peer_open(peer);
+    if (status == TB_OK && peer->unposted && !peer->is_lost)
+        status = post_parts(peer);
     if (status == TB_LOST)
         mark_peer_lost(peer, tb_error_detail());
     outgoing *out = message->failed || peer->is_lost || peer->unposted ? NULL : new_outgoing(peer, port, message);
@@ -399,6 +432,7 @@ tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
         return is_short ? tb__fail(TB_NO_MEMORY, "no memory for a message") : TB_OK;
     }
     peer->unposted = out;
+    tb__count_message(&tb__traffic_total.ranks);
     status = post_parts(peer);
     tb__loop_wake(peer->loop);
     if (status == TB_LOST) {
@@ -475,35 +509,71 @@ static tb_status fail_no_transport(const tb__loop *loop, const char *label, tb__
 static void free_peer(tb__peer *peer) {
     if (peer->unposted)
         complete_parts(peer->unposted, peer->unposted->left);
-    free(peer->label);
-    free(peer->host);
     free(peer->why);
+    free(peer->receive);
     free(peer->inbox);
     free(peer->message_bytes);
     free(peer);
 }
 
 tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation) {
-    int32_t transport_rank = tb__transport_rank(rank, incarnation);
-    tb__peer *peer = loop->peers;
-    while (peer && peer->transport_rank != transport_rank)
-        peer = peer->next;
-    return peer;
+    return find_by_transport_rank(loop, tb__transport_rank(rank, incarnation));
 }
 
-const tb__peer *tb__loop_peers(const tb__loop *loop) {
+tb__peer *tb__loop_peers(const tb__loop *loop) {
     return loop->peers;
+}
+
+bool tb__loop_has_unreported_losses(const tb__loop *loop) {
+    return loop->nunreported > 0;
 }
 
 bool tb__peer_can_reconnect(const tb__peer *peer) {
     return peer->transport->ops->disconnect != NULL;
 }
 
-bool tb__peer_is_reached(const tb__peer *peer) {
-    return !peer->is_lost && tb__transport_is_reached(peer->transport, peer->transport_rank);
+int32_t tb__loop_count_near(const tb__loop *loop) {
+    int32_t count = 1;
+    for (const tb__peer *peer = loop->peers; peer; peer = peer->next)
+        count += !peer->is_lost && peer->rank != loop->rank && strncmp(peer->host, loop->host, TB__CONTACT_PREFIX) == 0;
+    return count;
 }
 
-tb_status tb__peer_post(const tb__peer *peer, tb_op *op) {
+bool tb__peer_is_reached(const tb__peer *peer) {
+    return !peer->is_lost && (!peer->is_open || tb__transport_is_reached(peer->transport, peer->transport_rank));
+}
+
+tb_status tb__peer_open(tb__peer *peer) {
+    if (peer->is_open || peer->is_lost)
+        return TB_OK;
+    if (!peer->inbox && !(peer->inbox = tb__malloc(FRAME_ROOM, 1)))
+        return TB_NO_MEMORY;
+    if (!peer->receive && !(peer->receive = tb__calloc(1, sizeof *peer->receive)))
+        return TB_NO_MEMORY;
+    tb__count_message(&tb__traffic_total.ranks);
+    tb_status status = peer->transport->ops->connect(peer->transport->context, peer->transport_rank, peer->address,
+                                                     peer->address_nbytes);
+    if (status == TB_LOST) {
+        peer->is_disconnected = true;
+        mark_peer_lost(peer, tb_error_detail());
+        return TB_OK;
+    }
+    if (status != TB_OK)
+        return tb__fail_within(status, "%s", peer->label);
+    peer->is_open = true;
+    receive_frame(peer);
+    return TB_OK;
+}
+
+void tb__peer_report_lost(tb__peer *peer, const char *why) {
+    if (peer->is_open || peer->is_lost)
+        return;
+    peer->is_disconnected = true;
+    mark_peer_lost(peer, why);
+}
+
+tb_status tb__peer_post(tb__peer *peer, tb_op *op) {
+    TB_TRY(tb__peer_open(peer));
     if (peer->is_lost)
         return tb__fail(TB_LOST, "%s", peer->why ? peer->why : "it is gone");
     return tb__transport_post(peer->transport, op);
@@ -514,13 +584,25 @@ static tb_status check_known_peer(tb__peer *known, tb__unpack transports) {
     const tb_transport *t = known->transport;
     size_t nbytes = 0;
     const void *address = find_address(transports, t->ops->name, &nbytes);
-    if (known->is_lost || !t->ops->is_reached || !address)
+    if (known->is_lost || !known->is_open || !t->ops->is_reached || !address)
         return TB_OK;
     return t->ops->connect(t->context, known->transport_rank, address, nbytes);
 }
 
-tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
-                           const char *label, tb__peer **out) {
+/* A peer is connected later, when it is used, unless its transport needs that now. */
+static tb_status connect_new_peer(tb__peer *peer, bool is_again) {
+    tb__loop *loop = peer->loop;
+    for (size_t i = 0; i < loop->strangers.count; i++) {
+        if (loop->strangers.item[i] != peer->transport_rank)
+            continue;
+        loop->strangers.item[i--] = loop->strangers.item[--loop->strangers.count];
+        mark_met(peer);
+    }
+    return is_again || !peer->transport->ops->reports_strangers ? tb__peer_open(peer) : TB_OK;
+}
+
+tb_status tb__loop_meet(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
+                        const char *label, tb__peer **out) {
     int32_t transport_rank = tb__transport_rank(rank, incarnation);
     uint64_t hash = tb__checksum(contact, nbytes);
     tb__peer *known = tb__loop_find_peer(loop, rank, incarnation);
@@ -546,33 +628,33 @@ tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, c
                                                      &address, &address_nbytes, why, sizeof why);
     if (!transport)
         return fail_no_transport(loop, label, reader, why);
-    tb__peer *peer = tb__calloc(1, sizeof *peer);
+    size_t host_nbytes = strnlen(host, TB__CONTACT_PREFIX), label_nbytes = strlen(label) + 1;
+    tb__peer *peer = tb__calloc(1, sizeof *peer + address_nbytes + label_nbytes + host_nbytes + 1);
     if (!peer)
         return TB_NO_MEMORY;
+    char *behind = (char *)(peer + 1); /* aligned, as addresses need it */
+    peer->address = behind;
+    if (address_nbytes > 0)
+        memcpy(behind, address, address_nbytes);
+    peer->label = memcpy(behind + address_nbytes, label, label_nbytes);
+    peer->host = memcpy(behind + address_nbytes + label_nbytes, host, host_nbytes);
     peer->loop = loop;
     peer->rank = rank;
     peer->incarnation = incarnation;
     peer->transport_rank = transport_rank;
     peer->contact = hash;
     peer->transport = transport;
-    peer->label = tb__strdup(label);
-    peer->host = strndup(host, TB__CONTACT_PREFIX);
-    peer->inbox = tb__malloc(FRAME_ROOM, 1);
-    if (!peer->label || !peer->host || !peer->inbox) {
+    peer->address_nbytes = address_nbytes;
+    if (!tb__vec_reserve(&loop->all_peers, 1) ||
+        !tb__index_add(&loop->peer_index, tb__hash(0, (uint32_t)transport_rank), loop->all_peers.count)) {
         free_peer(peer);
         return TB_NO_MEMORY;
     }
-    tb_status status = transport->ops->connect(transport->context, transport_rank, address, address_nbytes);
-    if (status != TB_OK) {
-        tb__prefix_detail("%s", label);
-        free_peer(peer);
-        return known && status == TB_LOST ? TB_OK : status;
-    }
+    loop->all_peers.item[loop->all_peers.count++] = peer;
     peer->next = loop->peers;
     loop->peers = peer;
-    receive_frame(peer);
     *out = peer;
-    return TB_OK;
+    return connect_new_peer(peer, known != NULL);
 }
 
 void tb__peers_free(tb__loop *loop) {
@@ -581,4 +663,8 @@ void tb__peers_free(tb__loop *loop) {
         loop->peers = peer->next;
         free_peer(peer);
     }
+    free(loop->all_peers.item);
+    free(loop->strangers.item);
+    free(loop->met.item);
+    tb__index_fini(&loop->peer_index);
 }

@@ -101,8 +101,12 @@ void *tb__peer_memory_buffer(const tb__peer_memory *memory) {
     return memory->remote ? NULL : memory->part.mapping->base + memory->part.offset;
 }
 
-tb__device *tb__peer_memory_device(const tb__peer_memory *memory) {
-    return memory->remote ? tb__loop_find_device(memory->peer->loop, memory->map, 1) : memory->part.device;
+tb__device *tb__peer_memory_find(const tb__peer_memory *memory, tb__memory *out) {
+    const tb__mapping *mapping = memory->part.mapping;
+    if (memory->remote)
+        return tb__loop_find_memory(memory->peer->loop, memory->map, 1, out);
+    *out = (tb__memory){.base = mapping->base, .nbytes = mapping->nbytes, .index = mapping->index};
+    return memory->part.device;
 }
 
 /* Any thread. */

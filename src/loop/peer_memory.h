@@ -28,8 +28,9 @@ bool tb__peer_memory_is_mapped(const tb__peer_memory *memory);
 void *tb__peer_memory_address(const tb__peer_memory *memory);
 /* The base of a buffer there for runs of its device; NULL: it is not a device's. */
 void *tb__peer_memory_buffer(const tb__peer_memory *memory);
-/* The device that copies from it; the host's if every device can, or if it is read by calls. */
-tb__device *tb__peer_memory_device(const tb__peer_memory *memory);
+/* The device that copies from it, and the memory there that it lies in; the host's if every device can, or if it is
+ * read by calls. */
+tb__device *tb__peer_memory_find(const tb__peer_memory *memory, tb__memory *out);
 /* The source of a move at this offset: an address, or an offset in *mapping. Bounds are not checked. */
 tb_status tb__peer_memory_source(tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping);
 

@@ -93,6 +93,11 @@ tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region *
     return TB_OK;
 }
 
+tb__device *tb__region_find(const tb__region *region, tb__memory *out) {
+    *out = region->memory;
+    return region->device;
+}
+
 static void unregister_region(tb__region *region) {
     for (size_t i = 0; i < region->loop->ntransports; i++) {
         const tb_transport *t = &region->loop->transports[i];
@@ -150,6 +155,7 @@ static tb_status export_share(tb__region *region, tb__peer *peer, tb__pack *out)
 tb_status tb__region_export(tb__region *region, tb__peer *peer, tb__pack *key) {
     if (!region->is_valid)
         return tb__fail(TB_INVALID, "its memory was invalidated");
+    TB_TRY(tb__peer_open(peer));
     bool is_here = peer->transport->ops == &tb__self_ops; /* then the address itself is used, whatever memory it is */
     return is_here || is_on_host(region->device) ? export_by_transport(region, peer, key)
                                                  : export_share(region, peer, key);

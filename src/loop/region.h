@@ -14,6 +14,9 @@ typedef struct tb__region tb__region;
 tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region **out);
 void tb__region_put(tb__region *region); /* NULL is allowed */
 
+/* The device that the region is on, and the memory there that it was in when it was made. */
+tb__device *tb__region_find(const tb__region *region, tb__memory *out);
+
 /* What a key begins with; then the transport's key, or id, offset and length of shared memory. */
 enum { TB__KEY_TRANSPORT = 1, TB__KEY_SHARE = 2 };
 

@@ -107,6 +107,8 @@ static tb_status send_share(tb__share *share, tb__peer *peer, uint64_t id) {
     uint64_t fds = 0;
     tb_status status = tb__adopted_share(share->loop, share->device, &share->memory, &key);
     if (status == TB_OK && key.fds.count > 0)
+        status = tb__peer_open(peer);
+    if (status == TB_OK && key.fds.count > 0)
         status = tb__transport_send_fds(peer->transport, peer->transport_rank, key.fds.item, key.fds.count, &fds);
     if (status == TB_OK) {
         begin_message(&pack, MESSAGE_SHARE, id);
@@ -132,7 +134,7 @@ tb_status tb__share_with(tb__share *share, tb__peer *peer, uint64_t *id, const c
     if (peer->is_lost)
         return tb__fail(TB_LOST, "its reader is lost");
     if (strncmp(peer->host, share->loop->host, TB__CONTACT_PREFIX) != 0)
-        return tb__fail(TB_REFUSED, "it is on another machine");
+        return tb__fail(TB_REFUSED, "rank %" PRId32 " is on another machine", peer->rank);
     h = tb__calloc(1, sizeof *h);
     if (!h)
         return TB_NO_MEMORY;
@@ -318,10 +320,10 @@ static tb__device *find_used_device(const tb__loop *loop, const char *name) {
             continue;
         bool is_used = loop->is_device_used[i] || (loop->devices[i]->ops->pin && tb__memory_has_pinned());
         if (!is_used)
-            tb__set_detail("this rank has no memory on device %s", name);
+            tb__set_detail("it has no memory of its own on device %s", name);
         return is_used ? loop->devices[i] : NULL;
     }
-    tb__set_detail("this rank has no device %.40s", name);
+    tb__set_detail("it has no device %.40s", name);
     return NULL;
 }
 

@@ -10,6 +10,20 @@ static uint64_t cell_number(const tb__grid *grid, const int32_t *cls) {
     return number;
 }
 
+static tb_shape grid_cells(const tb__grid *grid) {
+    tb_shape cells = {.ndim = grid->shape.ndim};
+    for (int d = 0; d < cells.ndim; d++)
+        cells.dim[d] = tb__axis_nclasses(&grid->axis[d]);
+    return cells;
+}
+
+void tb_plan_grids(const tb_plan *plan, tb_shape *src, tb_shape *dst) {
+    if (src)
+        *src = grid_cells(&plan->src);
+    if (dst)
+        *dst = grid_cells(&plan->dst);
+}
+
 /* The runs of one axis that go into boxes. */
 typedef struct runs {
     const tb__run *item;

@@ -115,6 +115,41 @@ static void equal_boxes_are_one_broadcast(void **state) {
     tb_plan_stats_fini(&s);
 }
 
+/* Cells are numbered row-major in grids whose shape programs can ask for; a route's mode depends on who asks. */
+static void routes_say_their_cells_and_modes(void **state) {
+    (void)state;
+    tb_plan *plan;
+    tb_routes *routes;
+    tb_shape src, dst;
+    assert_int_equal(plan_of("mesh=2,2 place=S0,S1", "mesh=4 place=S1", "8,8", TB_F32, NULL, &plan), TB_OK);
+    tb_plan_grids(plan, &src, NULL);
+    tb_plan_grids(plan, NULL, &dst);
+    assert_true(src.ndim == 2 && src.dim[0] == 2 && src.dim[1] == 2);
+    assert_true(dst.ndim == 2 && dst.dim[0] == 1 && dst.dim[1] == 4);
+    assert_int_equal(tb_routes_create(&routes), TB_OK);
+    assert_int_equal(tb_plan_routes(plan, 2, 0, routes), TB_OK);
+    assert_int_equal(tb_routes_count(routes), 4); /* two that it sends, one of them to itself, and two that it gets */
+    for (size_t i = 0; i < tb_routes_count(routes); i++) {
+        const tb_route *route = tb_routes_at(routes, i);
+        uint64_t row = route->src_cell / (uint64_t)src.dim[1], column = route->src_cell % (uint64_t)src.dim[1];
+        assert_true((int32_t)(row * 2 + column) == route->source); /* the mesh has the shape of the grid */
+        assert_true((int32_t)route->dst_cell == route->targets[0]);
+        assert_int_equal(tb_route_mode(route, 2), route->source == route->targets[0] ? TB_LOCAL : TB_P2P);
+    }
+    tb_plan_destroy(plan);
+    assert_int_equal(plan_of("mesh=2 place=P", "mesh=3 place=R ranks=4..6", "8", TB_F32, NULL, &plan), TB_OK);
+    for (int32_t rank = 0; rank < 7; rank += 2) {
+        assert_int_equal(tb_plan_routes(plan, rank, 0, routes), TB_OK);
+        for (size_t i = 0; i < tb_routes_count(routes); i++) {
+            const tb_route *route = tb_routes_at(routes, i);
+            bool only_adds = rank == 0 && route->source != 0;
+            assert_int_equal(tb_route_mode(route, rank), only_adds ? TB_NONE : TB_BROADCAST);
+        }
+    }
+    tb_plan_destroy(plan);
+    tb_routes_destroy(routes);
+}
+
 /* Boxes that are contiguous at both ends are one, also where lists repeat or share indices. */
 static void neighbours_are_merged(void **state) {
     (void)state;
@@ -442,6 +477,7 @@ int main(void) {
         cmocka_unit_test(what_a_rank_holds_is_not_sent),
         cmocka_unit_test(replicas_share_the_work),
         cmocka_unit_test(equal_boxes_are_one_broadcast),
+        cmocka_unit_test(routes_say_their_cells_and_modes),
         cmocka_unit_test(neighbours_are_merged),
         cmocka_unit_test(slivers_are_not_cut_off),
         cmocka_unit_test(contributions_are_counted_apart),

@@ -17,32 +17,70 @@ static tb_transform_piece piece_of(const entry *e, int ndim, const int64_t *len)
     return piece;
 }
 
+/* The size of a piece by this process's transform, which also says where its buffers are. Negative: it is wrong. */
+static int64_t measure_piece(const entry *e, tb_transform_piece *piece) {
+    const tb_transform *t = e->how.transform;
+    int64_t n = 1, at = 0;
+    piece->nbuffers = 1;
+    for (int d = 0; d < piece->ndim; d++)
+        n *= piece->shape[d];
+    if (t && t->list_buffers) {
+        int count = t->list_buffers(t->arg, piece, piece->buffer_nbytes);
+        piece->nbuffers = count < 1 || count > TB_MAX_BUFFERS ? 0 : (size_t)count;
+    } else {
+        piece->buffer_nbytes[0] = t && t->prepare_recv ? t->prepare_recv(t->arg, piece) : tb__dtype_bytes(e->dtype, n);
+    }
+    for (size_t i = 0; i < piece->nbuffers; i++) {
+        if (piece->buffer_nbytes[i] < 1 || piece->buffer_nbytes[i] > INT64_C(1) << 58)
+            return -1;
+        piece->buffer_offset[i] = tb__align(at, 64);
+        at = piece->buffer_offset[i] + piece->buffer_nbytes[i];
+    }
+    return piece->nbuffers ? at : -1;
+}
+
+/* Where only one side transforms a tensor, the other one knows its elements only. */
 static int64_t user_nbytes(const void *arg, int ndim, const int64_t *len) {
     const entry *e = arg;
-    const tb_transform *t = e->how.transform;
     tb_transform_piece piece = piece_of(e, ndim, len);
     int64_t n = 1;
     for (int d = 0; d < ndim; d++)
         n *= len[d];
-    return t && t->prepare_recv ? t->prepare_recv(t->arg, &piece) : tb__dtype_bytes(e->dtype, n);
+    return e->how.is_sent_transformed && e->how.is_received_transformed ? measure_piece(e, &piece)
+                                                                        : tb__dtype_bytes(e->dtype, n);
 }
 
-static tb_transform_piece piece_of_chunk(const entry *e, const tb_chunk *chunk) {
-    tb_transform_piece piece = piece_of(e, chunk->ndim, chunk->len);
-    memcpy(piece.src_start, chunk->src.start, sizeof piece.src_start);
-    memcpy(piece.dst_start, chunk->dst.start, sizeof piece.dst_start);
-    return piece;
+static tb_status read_piece(const entry *e, const tb_chunk *chunk, tb_transform_piece *out) {
+    *out = piece_of(e, chunk->ndim, chunk->len);
+    memcpy(out->src_start, chunk->src.start, sizeof out->src_start);
+    memcpy(out->dst_start, chunk->dst.start, sizeof out->dst_start);
+    int64_t nbytes = measure_piece(e, out);
+    if (nbytes == chunk->nbytes)
+        return TB_OK;
+    if (e->how.is_sent_transformed && e->how.is_received_transformed)
+        return tb__fail(TB_INVALID, "its transform has %" PRId64 " bytes for a piece that had %" PRId64 " before",
+                        nbytes, chunk->nbytes);
+    return tb__fail(TB_INVALID,
+                    "its transform has %" PRId64 " bytes for a piece of %" PRId64
+                    " bytes, and the other side does not transform it: then the bytes are those of the elements",
+                    nbytes, chunk->nbytes);
 }
 
 static tb_status user_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
     const entry *e = arg;
-    tb_transform_piece piece = piece_of_chunk(e, chunk);
+    tb_transform_piece piece;
+    TB_TRY(read_piece(e, chunk, &piece));
+    for (size_t i = 1; i < piece.nbuffers; i++) {
+        int64_t end = piece.buffer_offset[i - 1] + piece.buffer_nbytes[i - 1];
+        memset((char *)wire + end, 0, (size_t)(piece.buffer_offset[i] - end));
+    }
     return e->how.transform->prepare_send(e->how.transform->arg, &piece, src, wire);
 }
 
 static tb_status user_unpack(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire) {
     const entry *e = arg;
-    tb_transform_piece piece = piece_of_chunk(e, chunk);
+    tb_transform_piece piece;
+    TB_TRY(read_piece(e, chunk, &piece));
     return e->how.transform->finalize_recv(e->how.transform->arg, &piece, dst, wire);
 }
 
@@ -93,8 +131,10 @@ static tb_status choose_transformed(entry *e, tb__flow_tensor *t) {
     t->spec.coded = true;
     t->spec.coded_nbytes = user_nbytes;
     t->spec.coded_arg = e;
-    e->codec.call_pack = own && own->prepare_send ? user_pack : NULL;
-    e->codec.call_unpack = own && own->finalize_recv ? user_unpack : NULL;
+    t->spec.whole = e->how.is_whole;
+    e->codec.call_pack = own && own->prepare_send && e->how.is_sent_transformed ? user_pack : NULL;
+    e->codec.call_unpack = own && own->finalize_recv && e->how.is_received_transformed ? user_unpack : NULL;
+    e->codec.unpacks_last = e->codec.call_unpack && own->whole;
     return TB_OK;
 }
 
@@ -114,7 +154,9 @@ static tb_status choose_encoded(entry *e, tb__flow_tensor *t) {
     if (!to)
         return TB_OK;
     spec->dst_dtype = spec->src_dtype;
-    t->is_gathered = !to->by_sender || e->how.src_encoding;
+    /* A sender that casts first can't quantise: the wire has what it has cast. */
+    bool casts = spec->wire_dtype != TB_DTYPE_NONE && spec->wire_dtype != spec->src_dtype;
+    t->is_gathered = !to->by_sender || e->how.src_encoding || casts;
     if (!t->is_gathered) {
         spec->coded = true;
         spec->coded_nbytes = mxfp8_nbytes;
@@ -135,7 +177,7 @@ static tb_status choose_conversion(entry *e, tb__flow_tensor *t) {
     if (e->how.dst_encoding)
         e->dst_encoding = *e->how.dst_encoding;
     tb_status status = TB_OK;
-    if (e->how.is_transformed)
+    if (e->how.is_sent_transformed || e->how.is_received_transformed)
         status = choose_transformed(e, t);
     else if (e->how.src_encoding || e->how.dst_encoding)
         status = choose_encoded(e, t);
@@ -405,7 +447,8 @@ tb_status tb__convert_create(tb__flow_opts *opts, tb__flow_tensor *tensors, cons
     bool is_needed = false;
     *out = NULL;
     for (size_t i = 0; i < opts->ntensors; i++)
-        is_needed |= how[i].src_encoding || how[i].dst_encoding || how[i].is_transformed;
+        is_needed |=
+            how[i].src_encoding || how[i].dst_encoding || how[i].is_sent_transformed || how[i].is_received_transformed;
     if (!is_needed)
         return TB_OK;
     tb__convert *c = tb__calloc(1, sizeof *c);

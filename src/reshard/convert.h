@@ -12,11 +12,12 @@
 
 /* One tensor of a flow. */
 typedef struct tb__convert_how {
-    const tb__encoding *src_encoding, *dst_encoding; /* NULL: plain */
-    const tb__encoded *src, *dst;                    /* this rank's encoded parts; NULL: none */
-    const char *scale_group;                         /* of the target; NULL: each part has its own scale */
-    bool is_transformed;
-    const tb_transform *transform; /* this process's; only where is_transformed */
+    const tb__encoding *src_encoding, *dst_encoding;   /* NULL: plain */
+    const tb__encoded *src, *dst;                      /* this rank's encoded parts; NULL: none */
+    const char *scale_group;                           /* of the target; NULL: each part has its own scale */
+    bool is_sent_transformed, is_received_transformed; /* by the sending side, by the receiving side */
+    bool is_whole;                                     /* one of them wants whole pieces */
+    const tb_transform *transform;                     /* this process's; NULL: none */
 } tb__convert_how;
 
 typedef struct tb__convert tb__convert;

@@ -270,8 +270,9 @@ static tb_status prepare_tensor(tb__disk *disk, tb__disk_tensor *t, const tb__sp
         TB_TRY(prepare_quantised(disk, t, rule));
     } else {
         t->dst_dtype = t->band_dtype = rule->dst_dtype != TB_DTYPE_NONE ? rule->dst_dtype : t->src_dtype;
-        bool is_narrow = tb_dtype_bits(t->dst_dtype) <= 8; /* asked for in so many words */
-        TB_TRY(tb__wire_dtype(t->src_dtype, t->dst_dtype, is_narrow ? t->dst_dtype : TB_DTYPE_NONE, &t->wire_dtype));
+        /* A dtype in a spec asks for what may be lost, too. */
+        bool may_lose = tb_dtype_bits(t->dst_dtype) <= 8 || tb__dtype_class_of(t->dst_dtype) == TB__INTEGER;
+        TB_TRY(tb__wire_dtype(t->src_dtype, t->dst_dtype, may_lose ? t->dst_dtype : TB_DTYPE_NONE, &t->wire_dtype));
     }
     /* The first replica serves everything: what is read twice is in the page cache the second time. */
     const tb_plan_opts opts = {.size = sizeof opts, .unbalanced = true};

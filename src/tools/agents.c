@@ -2,7 +2,7 @@
 #include "tools/agents.h"
 
 #include "base/process.h"
-#include "bus/client/client.h"
+#include "bus/client/link.h"
 #include "loop/loop.h"
 
 #include <dirent.h>
@@ -19,23 +19,24 @@ enum { RETRY_MS = 5000 };
 /* ---- Sockets --------------------------------------------------------------------------------------------------- */
 
 tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd >= 0 ? read(fd, out, TOOL_MAX_TOKEN - 1) : -1;
-    int error = errno;
-    if (fd >= 0)
-        close(fd);
-    if (n < 0)
-        return tb__fail(TB_IO, "%s: %s", path, strerror(error));
-    out[n] = '\0';
+    FILE *file = strcmp(path, "-") == 0 ? stdin : fopen(path, "re");
+    if (!file)
+        return tb__fail(TB_INVALID, "--token-file: can't read %s: %s", path, strerror(errno));
     size_t length = 0;
-    while (length < (size_t)n && out[length] != '\r' && out[length] != '\n')
-        length++;
-    if (memchr(out, '\0', length))
-        return tb__fail(TB_INVALID, "%s: the token has a NUL byte; it must be text", path);
-    if (length == (size_t)n && n == TOOL_MAX_TOKEN - 1)
-        return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, TB__STORE_MAX_TOKEN);
+    for (int c; length + 1 < TOOL_MAX_TOKEN && (c = getc(file)) != EOF && c != '\r' && c != '\n';)
+        out[length++] = (char)c;
     out[length] = '\0';
-    return length ? TB_OK : tb__fail(TB_INVALID, "%s: there is no token in the first line", path);
+    int error = ferror(file) ? errno : 0;
+    if (file != stdin)
+        fclose(file);
+    if (error)
+        return tb__fail(TB_INVALID, "--token-file: can't read %s: %s", path, strerror(error));
+    if (memchr(out, '\0', length))
+        return tb__fail(TB_INVALID, "--token-file: the token in %s has a NUL byte; it must be text", path);
+    if (length == 0)
+        return tb__fail(TB_INVALID, "--token-file: there is no token in the first line of %s", path);
+    tb_status status = tb__token_check(out);
+    return status == TB_OK ? TB_OK : tb__fail_within(TB_INVALID, "--token-file: %.200s", path);
 }
 
 tb_status tool_agents_folder(char out[TOOL_MAX_FOLDER]) {
@@ -72,7 +73,7 @@ static tb_status add_path(tool_agents *agents, const char *path) {
 }
 
 static void free_view(tool_agent_view *view) {
-    tb_client_close(view->client);
+    tb__link_close(view->link);
     json_decref(view->report);
     json_decref(view->before);
     free(view->path);
@@ -124,8 +125,8 @@ static void give_up(tool_agent_view *view, tb_status status) {
     view->status = status;
     view->retry_ms = status == TB_TIMEOUT ? tb__now_ms() + RETRY_MS : 0; /* others fail at once */
     view->is_asked = false;
-    tb_client_close(view->client);
-    view->client = NULL;
+    tb__link_close(view->link);
+    view->link = NULL;
     json_decref(view->report);
     json_decref(view->before);
     view->report = view->before = NULL;
@@ -133,7 +134,9 @@ static void give_up(tool_agent_view *view, tb_status status) {
 
 static void ask(tool_agent_view *view, int64_t deadline_ms) {
     tb__message question = {.kind = TB__INSPECT};
-    tb_status status = tb__client_post(view->client, &question, NULL, 0, deadline_ms, &view->seq);
+    tb__link_lock(view->link);
+    tb_status status = tb__link_post(view->link, &question, NULL, 0, deadline_ms, &view->seq);
+    tb__link_unlock(view->link);
     view->is_asked = status == TB_OK;
     if (status != TB_OK)
         give_up(view, status);
@@ -153,12 +156,14 @@ static tb_status read_report(const tool_agent_view *view, const tb__message *rep
 }
 
 static void take_answer(tool_agent_view *view, int64_t deadline_ms) {
-    tb__client_reply *reply;
+    tb__link_reply *reply;
     json_t *report = NULL;
-    tb_status status = tb__client_await_reply(view->client, view->seq, deadline_ms, "said what it does", &reply);
+    tb__link_lock(view->link);
+    tb_status status = tb__link_await_reply(view->link, view->seq, deadline_ms, "said what it does", &reply);
+    tb__link_unlock(view->link);
     if (status == TB_OK) {
         status = read_report(view, &reply->message, &report);
-        tb__client_reply_free(reply);
+        tb__link_reply_free(reply);
     }
     if (status != TB_OK) {
         give_up(view, status);
@@ -177,17 +182,16 @@ static void take_answer(tool_agent_view *view, int64_t deadline_ms) {
 void tool_agents_ask(tool_agents *agents, int timeout_ms) {
     for (size_t i = 0; i < agents->list.count; i++) {
         tool_agent_view *view = &agents->list.item[i];
-        tb_client_opts opts = {
-            .size = sizeof opts, .timeout_ms = timeout_ms, .token = agents->token, .name = agents->name};
-        if (view->client || view->retry_ms > tb__now_ms())
+        tb__link_opts opts = {.timeout_ms = timeout_ms, .token = agents->token, .name = agents->name};
+        if (view->link || view->retry_ms > tb__now_ms())
             continue;
-        tb_status status = tb__client_open(view->path, &opts, false, &view->client);
+        tb_status status = tb__link_open(view->path, &opts, &view->link);
         if (status != TB_OK)
             give_up(view, status);
     }
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     for (size_t i = 0; i < agents->list.count; i++) {
-        if (agents->list.item[i].client)
+        if (agents->list.item[i].link)
             ask(&agents->list.item[i], deadline_ms);
     }
     for (size_t i = 0; i < agents->list.count; i++) {
@@ -252,8 +256,10 @@ double tool_json_real(const json_t *object, const char *key) {
     return json_number_value(json_object_get(object, key));
 }
 
-const char *tool_batch_mixed(const json_t *batch) {
-    return tool_json_int(batch, "mixed") ? " (mixed)" : "";
+void tool_take_version(tool_table *table, const json_t *batch) {
+    tool_table_cell(table, "%" PRId64 "%s%s%s", tool_json_int(batch, "version"),
+                    tool_json_int(batch, "mixed") ? " (mixed)" : "", tool_json_int(batch, "torn") ? " (torn)" : "",
+                    tool_json_int(batch, "in_doubt") ? " (in doubt)" : "");
 }
 
 void tool_add_seat(tb__text *out, const json_t *report) {

@@ -3,14 +3,15 @@
 #ifndef TB_TOOLS_AGENTS_H
 #define TB_TOOLS_AGENTS_H
 
+#include "bus/client/link.h"
 #include "bus/store/protocol.h"
 #include "tools/tools.h"
 
 /* ---- Sockets (agents.c) -------------------------------------------------------------------------------------- */
 
-enum { TOOL_MAX_TOKEN = TB__STORE_MAX_TOKEN + 2, TOOL_MAX_FOLDER = 80 };
+enum { TOOL_MAX_TOKEN = TB__TOKEN_MAX + 2, TOOL_MAX_FOLDER = 80 };
 
-/* The first line of a file: a token of up to TB__STORE_MAX_TOKEN bytes. */
+/* The first line of a file, or of standard input for "-": a token. */
 tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]);
 
 /* The folder that the system keeps for the user's sockets, or else a private one in /tmp. */
@@ -22,8 +23,8 @@ tb_status tool_check_private(const char *folder);
 
 typedef struct tool_agent_view {
     char *path;
-    tb_client *client; /* kept; NULL: not connected */
-    uint64_t seq;      /* of the question */
+    tb__link *link; /* kept; NULL: not connected */
+    uint64_t seq;   /* of the question */
     bool is_asked;
     int64_t retry_ms; /* not to be asked before, as it was silent */
     json_t *report;   /* NULL: it gave none ... */
@@ -70,8 +71,8 @@ void tool_add_seat(tb__text *out, const json_t *report);
 void tool_add_duration(tb__text *out, double seconds);
 /* The state of a pair, and why it is not ready. */
 void tool_add_pair_state(tb__text *out, const json_t *pair);
-/* What stands after the version of a batch whose pairs have different ones. */
-const char *tool_batch_mixed(const json_t *batch);
+/* The version of a batch, and whether it is mixed, torn or in doubt. */
+void tool_take_version(tool_table *table, const json_t *batch);
 /* How many of the report's peers are alive. */
 size_t tool_count_alive(const json_t *report);
 

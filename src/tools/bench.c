@@ -17,13 +17,13 @@ enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, GPU, CHECK, JSON };
 
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
-    [ROUNDS] = {"rounds", "N", "how often each line is measured (5, fewer where that would take long)"},
+    [ROUNDS] = {"rounds", "N", "how often each line is measured (5, with --gpu 15; fewer where that would take long)"},
     [SIZE] = {"size", "BYTES",
               "what the sources hold together (1GiB, less on a slow machine; in small, a quarter of it)"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
     [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
     [PEERS] = {"peers", NULL,
-               "also measure row_col with MPI (MPI_Alltoallw) and with torch (Gloo); with --gpu, by torch"},
+               "also measure row_col with MPI (MPI_Alltoallw) and torch (Gloo); with --gpu, all with torch"},
     [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
     [GPU] = {"gpu", NULL, "measure the lines of tensors in GPU memory instead"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
@@ -88,7 +88,7 @@ static tb_status check_names(const char *list, set wanted) {
 
 static tb_status read_options(const char *const *value, bench *b) {
     b->only = value[ONLY];
-    b->rounds = 5;
+    b->rounds = value[GPU] ? 15 : 5; /* on a GPU they are short */
     b->budget_ns = value[ROUNDS] ? 0 : LINE_NS;
     b->size = (int64_t)1 << 30;
     b->is_size_given = value[SIZE] != NULL;
@@ -262,7 +262,8 @@ const tool_command tool_bench = {
         "which take turns on the GPU. Each line verifies both ways, every element. gpu_latency is from the start of\n"
         "the sender's write on the GPU to the arrival; most of it is the GPU changing from one process's context to\n"
         "the other's, about 290 us on an H200: cuMemcpyAsync by a process that does nothing but wait has it, too.\n"
-        "gpu_bus_model is by the clock. Sizes are less where the GPU has less memory, and counts with them.\n"
+        "gpu_bus_model is by the clock, of a model twice as large. Sizes are less where the GPU has less memory, and\n"
+        "counts with them.\n"
         "\n"
         "Each line is printed as soon as it is measured. One that fails says why, and the others are measured all the\n"
         "same. All together take a few minutes: without --rounds, a line that is slow has fewer rounds, and without\n"

@@ -88,11 +88,10 @@ tb_status bench_hand_verify(const bench_hand *hand, int32_t rank);
 typedef struct bench_peer_result {
     const char *name, *work;
     double gb_per_s;
-    double against; /* what it has measured to compare with; 0: nothing */
-    char *reason;   /* why it did not run, to be freed; NULL if it did */
+    char *reason; /* why it did not run, to be freed; NULL if it did */
 } bench_peer_result;
 
-enum { BENCH_NPEERS = 2, BENCH_NGPU_PEERS = 2 }; /* those of GPUs come last */
+enum { BENCH_NPEERS = 2 };
 
 /* Peer i before it has run. */
 bench_peer_result bench_peer_of(int i);
@@ -192,7 +191,6 @@ tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_r
 
 /* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c) ------------------------------------------------ */
 
-#define BENCH_GPU_ROW_COL  "gpu_row_col"
 #define BENCH_GPU_SMALL    "gpu_small"
 #define BENCH_GPU_LAUNCHES "gpu_launches"
 #define BENCH_GPU_LATENCY  "gpu_latency"
@@ -284,6 +282,8 @@ tb_status bench_run(bench *bench);
 
 /* (bench_gpu_lines.c) The same with --gpu; only in builds with the CUDA device. */
 tb_status bench_gpu_run(bench *bench);
+/* (bench_gpu_torch.c) What PyTorch takes for these lines. */
+tb_status bench_gpu_torch_run(bench *bench);
 
 /* For all lines: whether it is to be measured; the result, printed and kept, with its reason; TB_CANCELLED if nobody
  * can read it. */

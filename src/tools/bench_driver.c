@@ -32,7 +32,9 @@ static struct {
     TB_VEC(interval) intervals;
     size_t nused; /* of the intervals; the events of the others can be used again */
     int64_t nlaunches;
-    bool is_on, has_failed;
+    uint32_t *gate; /* in pinned memory: how many submissions the GPU may begin */
+    uint32_t ngated;
+    bool is_on, is_gated, has_failed;
 } watch = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static tb_status check(CUresult result, const char *what) {
@@ -69,6 +71,29 @@ static tb_status wait_for(CUevent event) {
     return check(result, "cuEventQuery");
 }
 
+/* ---- The gate ------------------------------------------------------------------------------------------------ */
+
+/* What is timed is submitted behind a gate, together with its events: else the time between these has the CPU's in it,
+ * which takes microseconds to submit. The gate is opened once all of it is submitted. */
+static CUresult close_gate(CUstream stream) {
+    return watch.real.cuStreamWaitValue32(stream, (CUdeviceptr)(uintptr_t)watch.gate, ++watch.ngated,
+                                          CU_STREAM_WAIT_VALUE_GEQ);
+}
+
+static void open_gate(void) {
+    __atomic_store_n(watch.gate, watch.ngated, __ATOMIC_RELEASE);
+}
+
+static tb_status make_gate(void) {
+    void *memory;
+    if (watch.gate)
+        return TB_OK;
+    TB_TRY(check(watch.real.cuMemHostAlloc(&memory, sizeof *watch.gate, CU_MEMHOSTALLOC_PORTABLE), "cuMemHostAlloc"));
+    watch.gate = memory;
+    open_gate();
+    return TB_OK;
+}
+
 /* ---- What the library does ----------------------------------------------------------------------------------- */
 
 /* Events of the next interval, the first recorded; NULL: not watched, or there are none. The lock is held until
@@ -87,6 +112,8 @@ static interval *begin_interval(CUstream stream) {
         }
     }
     interval *it = &watch.intervals.item[watch.nused++];
+    if (watch.is_gated)
+        watch.has_failed |= close_gate(stream) != CUDA_SUCCESS;
     watch.has_failed |= watch.real.cuEventRecord(it->start, stream) != CUDA_SUCCESS;
     return it;
 }
@@ -94,6 +121,7 @@ static interval *begin_interval(CUstream stream) {
 static void end_interval(interval *it, CUstream stream) {
     if (it)
         watch.has_failed |= watch.real.cuEventRecord(it->end, stream) != CUDA_SUCCESS;
+    open_gate();
     pthread_mutex_unlock(&watch.lock);
 }
 
@@ -125,7 +153,9 @@ static CUresult upload_async(CUdeviceptr dst, const void *src, size_t nbytes, CU
 tb_status bench_driver_watch(void) {
     TB_TRY(get_gpu());
     TB_TRY(tb__gpu_push(watch.gpu));
-    tb_status status = check(watch.real.cuEventCreate(&watch.base, CU_EVENT_DEFAULT), "cuEventCreate");
+    tb_status status = make_gate();
+    if (status == TB_OK)
+        status = check(watch.real.cuEventCreate(&watch.base, CU_EVENT_DEFAULT), "cuEventCreate");
     if (status == TB_OK)
         status = check(watch.real.cuStreamCreate(&watch.stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
     tb__gpu_pop();
@@ -143,6 +173,7 @@ tb_status bench_driver_reset(void) {
     pthread_mutex_lock(&watch.lock);
     watch.nused = 0;
     watch.nlaunches = 0;
+    watch.is_gated = true;
     pthread_mutex_unlock(&watch.lock);
     TB_TRY(tb__gpu_push(watch.gpu));
     tb_status status = check(watch.real.cuEventRecord(watch.base, watch.stream), "cuEventRecord");
@@ -189,6 +220,7 @@ tb_status bench_driver_spent(double *seconds, int64_t *nlaunches) {
     if (status == TB_OK)
         status = add_up(seconds);
     *nlaunches = watch.nlaunches;
+    watch.is_gated = false;
     pthread_mutex_unlock(&watch.lock);
     tb__gpu_pop();
     return status;
@@ -256,6 +288,7 @@ static tb_status pin(size_t nbytes, int value, CUdeviceptr *out) {
 
 static tb_status make_copy(bench_copy *copy, bench_copy_kind kind, const bench_offer *offer) {
     CUdeviceptr src, dst;
+    TB_TRY(make_gate());
     TB_TRY(make_events(copy));
     if (kind == BENCH_COPY_BETWEEN)
         TB_TRY(map_offer(offer, &src));
@@ -276,28 +309,39 @@ static tb_status make_copy(bench_copy *copy, bench_copy_kind kind, const bench_o
     return TB_OK;
 }
 
-static tb_status run_copy(const bench_copy *copy, double *seconds) {
-    float ms;
+static tb_status submit_copy(const bench_copy *copy, bool is_gated) {
+    if (is_gated)
+        TB_TRY(check(close_gate(copy->stream), "cuStreamWaitValue32"));
     TB_TRY(check(watch.real.cuEventRecord(copy->start, copy->stream), "cuEventRecord"));
     TB_TRY(check(watch.real.cuMemcpyAsync(copy->dst, copy->src, copy->nbytes, copy->stream), "cuMemcpyAsync"));
-    TB_TRY(check(watch.real.cuEventRecord(copy->end, copy->stream), "cuEventRecord"));
+    return check(watch.real.cuEventRecord(copy->end, copy->stream), "cuEventRecord");
+}
+
+static tb_status run_copy(const bench_copy *copy, double *seconds) {
+    float ms;
+    pthread_mutex_lock(&watch.lock);
+    tb_status status = submit_copy(copy, seconds != NULL);
+    open_gate();
+    pthread_mutex_unlock(&watch.lock);
+    TB_TRY(status);
     TB_TRY(wait_for(copy->end));
+    if (!seconds)
+        return TB_OK;
     TB_TRY(check(watch.elapsed(&ms, copy->start, copy->end), "cuEventElapsedTime"));
     *seconds = 1e-3 * (double)ms;
     return TB_OK;
 }
 
 static tb_status verify_copy(const bench_copy *copy) {
-    double unused;
     bench_copy back = *copy;
     CUdeviceptr host;
     TB_TRY(pin(copy->nbytes, 0, &host));
     back.src = copy->dst;
     back.dst = host;
     const unsigned char *bytes = (const unsigned char *)(uintptr_t)host;
-    tb_status status = run_copy(copy, &unused);
+    tb_status status = run_copy(copy, NULL);
     if (status == TB_OK)
-        status = run_copy(&back, &unused);
+        status = run_copy(&back, NULL);
     for (size_t i = 0; i < copy->nbytes && status == TB_OK; i++) {
         if (bytes[i] != FIRST)
             status = tb__fail(TB_INTERNAL, "cuMemcpyAsync did not copy byte %zu of %zu", i, copy->nbytes);

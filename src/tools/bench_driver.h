@@ -40,7 +40,7 @@ typedef struct bench_copy {
 
 /* The offer is needed where it is BETWEEN. Copies once, and verifies it; what it takes stays until the process ends. */
 tb_status bench_copy_init(bench_copy *copy, bench_copy_kind kind, const bench_offer *offer, size_t nbytes);
-/* *seconds is by events. Returns when it is done. */
+/* *seconds is by events; NULL: it is not timed. Returns when it is done. */
 tb_status bench_copy_run(const bench_copy *copy, double *seconds);
 
 /* Fills memory on cuda:0, as the kernel of a program would, and waits until that is done. */

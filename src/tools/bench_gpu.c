@@ -83,7 +83,7 @@ static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
                                            (size_t)bench_gpu_payload(t->c, &t->mover.end[0].parts))
                          : TB_OK;
     case COPY:
-        return is_target ? bench_copy_run(&t->copy, &slot->gpu_seconds) : TB_OK;
+        return is_target ? bench_copy_run(&t->copy, NULL) : TB_OK;
     case COPY_IN_TURN:
         return is_target ? copy_in_turn(t, slot) : TB_OK;
     case MOVE_IN_TURN:

@@ -120,7 +120,7 @@ static tb_status build_transposed_bf16(tool_tensors *tensors, int64_t size) {
 }
 
 const bench_gpu_case bench_gpu_cases[] = {
-    {BENCH_GPU_ROW_COL, "f32 matrix, Shard(0) to Shard(1)", 0.95, 0, ROWS, COLUMNS, {GPU, GPU}, build_matrix},
+    {"gpu_row_col", "f32 matrix, Shard(0) to Shard(1)", 0.95, 0, ROWS, COLUMNS, {GPU, GPU}, build_matrix},
     {"gpu_model", "small Llama, bf16, Shard(0) to 2x2 DPxTP", 0.95, 0, NULL, NULL, {GPU, GPU}, build_model},
     {"gpu_replicate", "f32 matrix, Shard(0) to Replicate", 0.95, 0, ROWS, FULL, {GPU, GPU}, build_matrix},
     {BENCH_GPU_SMALL, "tensors of 64 KiB, all to each target", 0.90, 0, FULL, FULL, {GPU, GPU}, build_small},

@@ -72,10 +72,9 @@ static tb_status receive(trial *t, tool_slot *slot, double *us) {
 }
 
 static tb_status take_copy(trial *t, double *us) {
-    double unused;
     atomic_store(&t->shared->ready, ++t->count);
     TB_TRY(wait_until(t, &t->shared->go, t->count));
-    TB_TRY(bench_copy_run(&t->copy, &unused));
+    TB_TRY(bench_copy_run(&t->copy, NULL));
     *us = us_since_write(t, tool_now_ns());
     atomic_store(&t->shared->over, t->count);
     return TB_OK;

@@ -1,5 +1,6 @@
 /* Lines of several hosts: how fast tensors cross a network, next to iperf3, and how often one that many want leaves its
  * host. Ranks are processes in network namespaces, which one machine can have many of. */
+#include "base/proof.h"
 #include "tools/bench.h"
 
 #include <poll.h>
@@ -24,6 +25,7 @@ typedef struct trial {
     tool_guard *guard;
     tool_job job;
     char store[64];
+    char token[2 * TB__SHA256_NBYTES + 1];
     tool_ranks *ranks;
     tool_mover mover; /* in a rank's process: that rank */
 } trial;
@@ -48,10 +50,21 @@ static tb_status add_matrix(tool_tensors *tensors, int64_t size) {
     return tb__vec_push(tensors, tensor) ? TB_OK : TB_NO_MEMORY;
 }
 
+/* The store listens beyond loopback. */
+static tb_status make_token(char out[2 * TB__SHA256_NBYTES + 1]) {
+    uint8_t bytes[TB__SHA256_NBYTES];
+    TB_TRY(tb__random_bytes(bytes, sizeof bytes));
+    for (size_t i = 0; i < sizeof bytes; i++)
+        snprintf(out + 2 * i, 3, "%02x", bytes[i]);
+    return TB_OK;
+}
+
 static tb_status start(trial *t, int64_t size) {
     tool_job *job = &t->job;
     snprintf(t->store, sizeof t->store, "tcp://%s:%d", t->bed->address[0], STORE_PORT);
     job->store = t->store;
+    TB_TRY(make_token(t->token));
+    job->token = t->token;
     TB_TRY(tool_side_init(&job->side[TOOL_SOURCE], TOOL_SOURCE, "from", t->c->src, 0));
     TB_TRY(tool_side_init(&job->side[TOOL_TARGET], TOOL_TARGET, "to", t->c->dst, 0));
     TB_TRY(add_matrix(&job->tensors, size));

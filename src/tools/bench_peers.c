@@ -1,5 +1,5 @@
-/* How fast others do what row_col does, or on a GPU gpu_row_col and gpu_small. Their programs are files beside the
- * tool; what they need may not be there, which is told in one line and is no failure. */
+/* How fast others do what row_col does. Their programs are files beside the tool; what they need may not be there,
+ * which is told in one line and is no failure. */
 #include "base/descriptors.h"
 #include "base/process.h"
 #include "tools/bench.h"
@@ -203,7 +203,6 @@ tb_status bench_program_run(const char *const *argv, const char *folder, tool_gu
 }
 
 typedef struct figures {
-    const char *kind; /* of work; NULL: the program knows one */
     char rows[24], columns[24], rounds[24];
 } figures;
 
@@ -222,27 +221,22 @@ static tb_status run_torch(const char *program, const place *where, const figure
     static const char missing[] = "python3 with torch is not installed: pip install torch";
     static const char look[] = "import sys, importlib.util\nsys.exit(0 if importlib.util.find_spec('torch') else 127)";
     const char *const ask[] = {"python3", "-c", look, NULL};
-    const char *const plain[] = {"python3", program, f->rows, f->columns, f->rounds, NULL};
-    const char *const named[] = {"python3", program, f->kind, f->rows, f->columns, f->rounds, NULL};
+    const char *const start[] = {"python3", program, f->rows, f->columns, f->rounds, NULL};
     TB_TRY(try_program(ask, where, missing, said, reason));
-    return reason->count > 0 ? TB_OK : try_program(f->kind ? named : plain, where, missing, said, reason);
+    return reason->count > 0 ? TB_OK : try_program(start, where, missing, said, reason);
 }
 
 static const struct {
-    const char *name, *work, *program, *kind;
+    const char *name, *work, *program;
     tb_status (*run)(const char *, const place *, const figures *, tb__text *, tb__text *);
 } peers[] = {
-    {"row_col_mpi", "row_col by MPI_Alltoallw", "row_col_mpi.c", NULL, run_mpi},
-    {"row_col_gloo", "row_col by torch.distributed with Gloo", "row_col_gloo.py", NULL, run_torch},
-    [BENCH_NPEERS] = {"gpu_row_col_torch", "gpu_row_col by slice copies of PyTorch", "gpu_torch.py", "row_col",
-                      run_torch},
-    {"gpu_small_torch", "gpu_small by _foreach_copy_ of PyTorch", "gpu_torch.py", "small", run_torch},
+    {"row_col_mpi", "row_col by MPI_Alltoallw", "row_col_mpi.c", run_mpi},
+    {"row_col_gloo", "row_col by torch.distributed with Gloo", "row_col_gloo.py", run_torch},
 };
 
-/* What it is compared with is told by those that have measured it themselves. */
-static bool find_rates(const tb__text *said, bench_peer_result *out) {
+static bool find_rate(const tb__text *said, bench_peer_result *out) {
     const char *line = said->data ? strstr(said->data, "GB/s ") : NULL;
-    return line && sscanf(line, "GB/s %lf against %lf", &out->gb_per_s, &out->against) >= 1 && out->gb_per_s > 0;
+    return line && sscanf(line, "GB/s %lf", &out->gb_per_s) == 1 && out->gb_per_s > 0;
 }
 
 static tb_status run_peer(int i, const figures *f, const place *where, bench_peer_result *out) {
@@ -253,7 +247,7 @@ static tb_status run_peer(int i, const figures *f, const place *where, bench_pee
         status = peers[i].run(program, where, f, &said, &reason);
     else
         tb__text_add(&reason, "%s is not where it was installed", peers[i].program);
-    if (status == TB_OK && reason.count == 0 && !find_rates(&said, out))
+    if (status == TB_OK && reason.count == 0 && !find_rate(&said, out))
         tb__text_add(&reason, "it told no rate");
     if (status == TB_OK && reason.count > 0)
         status = tb__text_take(&reason, &out->reason);
@@ -266,28 +260,22 @@ bench_peer_result bench_peer_of(int i) {
     return (bench_peer_result){.name = peers[i].name, .work = peers[i].work};
 }
 
-/* What the peer moves, as our line does: for many tensors a row is one of them. */
-static tb_status measure_work(int i, int64_t size, figures *f) {
+/* What our line moves. */
+static tb_status measure_work(int64_t size, figures *f) {
     tool_job job;
     int64_t unused;
-    if (i < BENCH_NPEERS)
-        TB_TRY(bench_job_init(&bench_cases[0], size, &job, &unused));
-    else
-        TB_TRY(
-            bench_gpu_job_init(bench_gpu_case_of(i == BENCH_NPEERS ? BENCH_GPU_ROW_COL : BENCH_GPU_SMALL), size, &job));
+    TB_TRY(bench_job_init(&bench_cases[0], size, &job, &unused));
     const tb_shape *shape = &job.tensors.item[0].shape;
-    int64_t rows = shape->dim[0], columns = shape->dim[1], count = (int64_t)job.tensors.count;
+    snprintf(f->rows, sizeof f->rows, "%" PRId64, shape->dim[0]);
+    snprintf(f->columns, sizeof f->columns, "%" PRId64, shape->dim[1]);
     tool_job_fini(&job);
-    f->kind = peers[i].kind;
-    snprintf(f->rows, sizeof f->rows, "%" PRId64, count > 1 ? count : rows);
-    snprintf(f->columns, sizeof f->columns, "%" PRId64, count > 1 ? rows * columns : columns);
     return TB_OK;
 }
 
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out) {
     place where = {.guard = guard};
     figures f;
-    TB_TRY(measure_work(i, size, &f));
+    TB_TRY(measure_work(size, &f));
     snprintf(f.rounds, sizeof f.rounds, "%d", rounds);
     TB_TRY(tool_folder_make(where.folder, sizeof where.folder));
     tb_status status = run_peer(i, &f, &where, out);

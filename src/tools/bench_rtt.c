@@ -5,7 +5,7 @@
 
 #include "base/descriptors.h"
 
-#include "bus/client/client.h"
+#include "bus/client/remote.h"
 #include "tools/fleet.h"
 
 #include <errno.h>
@@ -52,15 +52,22 @@ static tb_status count_bytes(const tb__message *message, size_t *out) {
     return status == TB_OK && *out > MAX_FRAME ? tb__fail(TB_INTERNAL, "a frame has %zu bytes", *out) : status;
 }
 
-/* As tb_client_query asks, to learn how much goes to and fro. */
+static tb__link *link_of(const trial *t) {
+    return ((const remote_world *)t->client.world)->link;
+}
+
+/* As tb_batch_query asks, to learn how much goes to and fro. */
 static tb_status learn_sizes(trial *t) {
     tb__message command = {.kind = TB__QUERY_STATUS, .batch_id = TOOL_CLIENT_BATCH};
-    tb__client_reply *reply;
-    TB_TRY(tb__client_call(t->client.client, &command, NULL, 0, 0, "told the status", &reply));
-    tb_status status = count_bytes(&command, &t->figures->asked);
+    tb__link_reply *reply = NULL;
+    tb__link_lock(link_of(t));
+    tb_status status = tb__link_call(link_of(t), &command, NULL, 0, 0, "told the status", &reply);
+    tb__link_unlock(link_of(t));
+    if (status == TB_OK)
+        status = count_bytes(&command, &t->figures->asked);
     if (status == TB_OK)
         status = count_bytes(&reply->message, &t->figures->answered);
-    tb__client_reply_free(reply);
+    tb__link_reply_free(reply);
     return status;
 }
 
@@ -79,7 +86,7 @@ static void take_core(pid_t pid, const cpu_set_t *all) {
 static pid_t agent_of(const trial *t) {
     struct ucred agent = {.pid = 0};
     socklen_t length = sizeof agent;
-    getsockopt(tb_client_fd(t->client.client), SOL_SOCKET, SO_PEERCRED, &agent, &length);
+    getsockopt(link_of(t)->socket.fd, SOL_SOCKET, SO_PEERCRED, &agent, &length);
     return agent.pid;
 }
 
@@ -124,8 +131,8 @@ static tb_status answer(const trial *t) {
 }
 
 static tb_status query(trial *t) {
-    tb_client_status unused = {.size = sizeof unused};
-    return tb_client_query(t->client.batch, &unused);
+    tb_batch_state unused = {.size = sizeof unused};
+    return tb_batch_query(t->client.batch, &unused);
 }
 
 static tb_status ping(trial *t) {

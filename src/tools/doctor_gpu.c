@@ -85,7 +85,7 @@ static void add_peers(doctor *d, const tool_gpus *gpus) {
     }
     if (npairs > 0)
         doctor_add(d, nreached == npairs ? DOCTOR_OK : DOCTOR_LIMITED, "GPU peers",
-                   nreached == npairs ? NULL : "none; between them tensors go through staging memory",
+                   nreached == npairs ? NULL : "none; what goes between the others is staged in host memory",
                    "%d of %d pairs reach each other's memory%s%s%s", nreached, npairs, without.count ? " (not " : "",
                    without.count ? without.data : "", without.count ? ")" : "");
     tb__text_fini(&without);

@@ -89,10 +89,14 @@ static tb_status visit_embedded(const doctor *d, visit *v) {
     if (!address.is_unix)
         TB_TRY(visit_name(&address, v));
     tb_status status = tb__address_connect(&address, tb__now_ms() + TIMEOUT_MS, &fd, &error);
+    bool is_connected = status == TB_OK;
+    if (is_connected)
+        status = tb__address_check_server(&address, fd);
+    if (is_connected)
+        tb__fd_close(fd);
     v->remedy = status == TB_DENIED ? "run this as the user who serves it, or give the store a tcp:// URL"
                                     : remedy_of_errno(error, address.is_unix);
     TB_TRY(status);
-    tb__fd_close(fd);
     status = talk(d);
     v->remedy = remedy_of_talk(status);
     return status;
@@ -101,7 +105,7 @@ static tb_status visit_embedded(const doctor *d, visit *v) {
 static const char *remedy_of_etcd(tb_status status) {
     switch (status) {
     case TB_DENIED:
-        return "give the store's token: --token-file FILE; or let etcd have strangers in, if it is etcd that says no";
+        return "give the store's token: --token-file FILE; or what etcd asks for: ?ca=FILE&user=FILE&password=FILE";
     case TB_REFUSED:
         return "give the port at which etcd 3.4 or later has its clients, 2379 mostly";
     case TB_TIMEOUT:

@@ -4,6 +4,7 @@
 #include "transport/transport.h"
 
 #include <dlfcn.h>
+#include <net/if.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -83,6 +84,38 @@ static void pick_lanes(const char *lanes, bool is_far, tb__text *out) {
     }
 }
 
+/* Lanes of interfaces with a public address, and interfaces that were left out for theirs. */
+static void find_public(const char *lanes, tb__text *used, tb__text *left_out) {
+    struct if_nameindex *names = if_nameindex();
+    for (const struct if_nameindex *at = names; at && at->if_index != 0; at++) {
+        char address[TB__ADDRESS_TEXT], lane[IF_NAMESIZE + 8];
+        if (!tb__interface_is_public(at->if_name, address))
+            continue;
+        snprintf(lane, sizeof lane, "tcp/%s", at->if_name);
+        const char *found = strstr(lanes, lane);
+        bool is_used = found && (found[strlen(lane)] == ' ' || !found[strlen(lane)]);
+        tb__text *out = is_used ? used : left_out;
+        tb__text_add(out, "%s%s (%s)", out->count ? ", " : "", at->if_name, address);
+    }
+    if (names)
+        if_freenameindex(names);
+}
+
+static void warn_of_public(doctor *d, const char *title, const char *lanes) {
+    tb__text used = {0}, left_out = {0};
+    find_public(lanes, &used, &left_out);
+    if (used.count > 0)
+        doctor_add(d, DOCTOR_LIMITED, title,
+                   "let UCX_NET_DEVICES name private interfaces only: UCX trusts whoever can connect to it",
+                   "listens at a public address: %s", used.data);
+    if (left_out.count > 0)
+        doctor_add(d, DOCTOR_OK, title, "UCX_NET_DEVICES, if it is to be used all the same",
+                   "leaves out what has a public address: %s", left_out.data);
+    d->has_failed |= used.failed || left_out.failed;
+    tb__text_fini(&used);
+    tb__text_fini(&left_out);
+}
+
 static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
     char about[512];
     bool has_settings;
@@ -104,6 +137,8 @@ static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
                    "opens, but none of its lanes leads to other hosts: %s%s", near.data, about);
     else
         doctor_add(d, DOCTOR_OK, title, NULL, "opens; its lanes are not told%s", about);
+    if (answer->is_ok)
+        warn_of_public(d, title, answer->said);
     d->has_failed |= far.failed || near.failed;
     tb__text_fini(&far);
     tb__text_fini(&near);

@@ -34,8 +34,9 @@ typedef struct tool_client {
     const tool_job *job;
     const tool_end *end;
     int rank;
-    tb_client *client;      /* NULL: not connected */
-    tb_client_batch *batch; /* NULL: not registered */
+    tb_world *world; /* NULL: not joined */
+    tb_pair *pair;   /* NULL: not made */
+    tb_batch *batch; /* NULL: not registered */
 } tool_client;
 
 /* Connects to the rank's agent, where that has not been done, makes the pair and registers the parts. */

@@ -19,7 +19,8 @@ static const char details[] =
     "  rank_0.safetensors, rank_1...   a file for each rank\n"
     "Headers are checked completely; data is not read. Tensors are sorted by name. What lies in the directory of\n"
     "a model but is not in its index, or beside the files of ranks, is told as ignored; `tensorbus reshard`\n"
-    "refuses such a directory.\n"
+    "refuses such a directory. Where the tensors of a running program are, on a GPU or the host, `tensorbus status`\n"
+    "and tb_batch_dump say.\n"
     "\n"
     "Example:\n"
     "  tensorbus inspect Llama-3.1-8B --json\n";

@@ -180,6 +180,9 @@ void tool_add_metrics(tb__text *out, const json_t *report) {
     add_batch_gauge(out, batches, "batch_version", "version",
                     "The last version that all pairs of the batch had together.");
     add_batch_gauge(out, batches, "batch_mixed", "mixed", "Whether the pairs of the batch have different versions.");
+    add_batch_gauge(out, batches, "batch_torn", "torn", "Whether tensors have parts of a version that failed.");
+    add_batch_gauge(out, batches, "batch_in_doubt", "in_doubt",
+                    "Whether it is not known if a version of the batch is committed.");
     add_batch_gauge(out, batches, "batch_bytes", "bytes", "Bytes of this rank's part of the batch's tensors.");
     add_head(out, "transfer_seconds", "gauge", "Seconds that the batch's last transfer took.");
     add_last(out, batches, false);

@@ -83,6 +83,7 @@ typedef struct tool_job {
     tb_batch_opts batch;             /* see tool_batch_opts */
     char folder[80];                 /* where the ranks meet; "": none */
     const char *store;               /* where they meet instead; NULL: in the folder */
+    const char *token;               /* of that store; NULL: none */
     /* Set by tool_job_weigh: */
     int nranks; /* processes; sources come first */
     tool_rank_name names[TOOL_NSIDES * TOOL_MAX_SIDE];

@@ -161,7 +161,10 @@ static tb_status make_batch(refit_rank *rank) {
 
 static tb_status connect_rank(refit_rank *rank) {
     const refit_job *job = rank->job;
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = job->timeout_ms, .transport = job->store ? NULL : "shm"};
+    tb_world_opts opts = {.size = sizeof opts,
+                          .timeout_ms = job->timeout_ms,
+                          .token = job->token,
+                          .transport = job->store ? NULL : "shm"};
     char url[sizeof job->folder + 16];
     snprintf(url, sizeof url, "unix:%s/store", job->folder);
     TB_TRY(tb_world_join(job->store ? job->store : url, refit_groups[rank->which], rank->seat, job->nranks[rank->which],

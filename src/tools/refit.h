@@ -11,6 +11,7 @@ typedef struct refit_job {
     tb_batch_opts batch;
     char folder[80];   /* where the ranks meet; "": none */
     const char *store; /* where they meet instead, each by the transport that suits; NULL: in the folder, by shm */
+    const char *token; /* of that store; NULL: none */
     /* Set by refit_job_init: */
     int32_t nranks[TOOL_NSIDES];
     tool_rank_name names[TOOL_NSIDES * TOOL_MAX_SIDE];

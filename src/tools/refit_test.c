@@ -82,6 +82,7 @@ static void run(trial *t, const moe_cut *trainer, const moe_cut *engine, bool st
     if (hosts_count() > 0) {
         hosts_store(url, sizeof url);
         t->job.store = url;
+        t->job.token = hosts_token;
     }
     assert_ok(tool_guard_init(&guard));
     assert_ok(refit_job_start(&t->job, &(tool_ranks_opts){.work = work, .arg = t}, &guard, &ranks));

@@ -119,7 +119,7 @@ static void add_batches(tb__text *out, const json_t *list) {
         tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "tensors"));
         tool_table_cell(&table, "%s", tool_json_text(batch, "memory"));
         tool_table_cell(&table, "%s", tool_size(tool_json_int(batch, "bytes")).text);
-        tool_table_cell(&table, "%" PRId64 "%s", tool_json_int(batch, "version"), tool_batch_mixed(batch));
+        tool_take_version(&table, batch);
         tool_table_cell(&table, "%s%s%s", tool_json_text(batch, "state"), *error ? ": " : "", error);
     }
     finish(&table, out);

@@ -1,9 +1,8 @@
 /* tensorbus store: serves the embedded store until it is told to end. */
 #include "base/descriptors.h"
 #include "base/process.h"
-#include "bus/store/protocol.h"
 #include "bus/store/server.h"
-#include "tools/tools.h"
+#include "tools/agents.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -11,39 +10,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LISTEN, TOKEN_FILE, WAIT, NOPTIONS };
+enum { LISTEN, TOKEN_FILE, INSECURE, WAIT, NOPTIONS };
 
 enum { MOST_SECONDS = 1000000000, RETRY_MS = 100 };
 
 static const tool_option options[NOPTIONS + 1] = {
     [LISTEN] = {"listen", "URL", "where: unix:/path/to.sock or tcp://host:port; port 0 means any"},
     [TOKEN_FILE] = {"token-file", "FILE", "who does not know its first line is turned away"},
+    [INSECURE] = {"insecure", NULL, "serve everybody who can connect, without a token, also from other machines"},
     [WAIT] = {"wait", "SECONDS", "while another process serves there (0)"},
 };
-
-/* The file's first line; "-" is standard input. */
-static int read_token(const char *path, char *out, size_t room) {
-    FILE *file = strcmp(path, "-") == 0 ? stdin : fopen(path, "re");
-    if (!file)
-        return tool_fail(TOOL_BAD_INPUT, "--token-file: can't read %s: %s", path, strerror(errno));
-    size_t length = 0;
-    for (int c; length + 1 < room && (c = getc(file)) != EOF && c != '\r' && c != '\n';)
-        out[length++] = (char)c;
-    bool has_failed = ferror(file) != 0;
-    int error = errno;
-    if (file != stdin)
-        fclose(file);
-    if (has_failed)
-        return tool_fail(TOOL_BAD_INPUT, "--token-file: can't read %s: %s", path, strerror(error));
-    if (memchr(out, '\0', length))
-        return tool_fail(TOOL_BAD_INPUT, "--token-file: the token in %s has a NUL byte; it must be text", path);
-    if (length == 0)
-        return tool_fail(TOOL_BAD_INPUT, "--token-file: the first line of %s is empty", path);
-    if (length > TB__STORE_MAX_TOKEN)
-        return tool_fail(TOOL_BAD_INPUT, "--token-file: a token has at most %d bytes", TB__STORE_MAX_TOKEN);
-    out[length] = '\0';
-    return TOOL_OK;
-}
 
 static int read_wait(const char *text, int64_t *out) {
     char *end;
@@ -56,13 +32,15 @@ static int read_wait(const char *text, int64_t *out) {
 }
 
 /* Serves as soon as nobody else does. TB_CANCELLED: it was told to end before. */
-static tb_status serve(const char *url, const char *token, int64_t wait_ms, const sigset_t *ends,
+static tb_status serve(const char *url, const char *token, bool is_insecure, int64_t wait_ms, const sigset_t *ends,
                        tb__store_server **out) {
     const struct timespec nap = {.tv_nsec = RETRY_MS * 1000000};
     int64_t deadline_ms = tb__now_ms() + wait_ms;
     tb_status status;
     bool has_told = false;
-    while ((status = tb__store_server_start(url, token, out)) == TB_CONFLICT && tb__now_ms() < deadline_ms) {
+    while ((status = is_insecure ? tb__store_server_start_insecure(url, out)
+                                 : tb__store_server_start(url, token, out)) == TB_CONFLICT &&
+           tb__now_ms() < deadline_ms) {
         if (!has_told)
             tool_fail(TOOL_OK, "%s; waiting until it ends", tb_error_detail());
         has_told = true;
@@ -74,15 +52,14 @@ static tb_status serve(const char *url, const char *token, int64_t wait_ms, cons
 
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
-    char token[TB__STORE_MAX_TOKEN + 3] = "";
+    char token[TOOL_MAX_TOKEN] = "";
     int64_t wait_ms = 0;
     if (!value[LISTEN])
         return tool_fail(TOOL_BAD_INPUT, "--listen is missing");
-    if (value[TOKEN_FILE]) {
-        int exit_status = read_token(value[TOKEN_FILE], token, sizeof token);
-        if (exit_status != TOOL_OK)
-            return exit_status;
-    }
+    if (value[TOKEN_FILE] && value[INSECURE])
+        return tool_fail(TOOL_BAD_INPUT, "--insecure is for a store without a token: leave out one of the two");
+    if (value[TOKEN_FILE] && tool_read_token(value[TOKEN_FILE], token) != TB_OK)
+        return tool_fail(TOOL_BAD_INPUT, "%s", tb_error_detail());
     if (value[WAIT]) {
         int exit_status = read_wait(value[WAIT], &wait_ms);
         if (exit_status != TOOL_OK)
@@ -96,7 +73,7 @@ static int run(const tb__config *config, const char *const *value) {
     sigaddset(&ends, SIGINT);
     sigprocmask(SIG_BLOCK, &ends, NULL);
     tb__store_server *server;
-    tb_status status = serve(value[LISTEN], token, wait_ms, &ends, &server);
+    tb_status status = serve(value[LISTEN], token, value[INSECURE] != NULL, wait_ms, &ends, &server);
     if (status == TB_CANCELLED)
         return TOOL_OK;
     if (status != TB_OK)
@@ -113,7 +90,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_store = {
     .name = "store",
     .summary = "serve the store through which processes meet",
-    .usage = "--listen URL [--token-file FILE] [--wait SECONDS]",
+    .usage = "--listen URL [--token-file FILE | --insecure] [--wait SECONDS]",
     .details =
         "Processes that are given the same URL meet there. Without this command the first of them serves the store,\n"
         "and another one when that has ended. What is in the store is kept in memory only; processes that lose it\n"
@@ -122,6 +99,9 @@ const tool_command tool_store = {
         "only.\n"
         "If another process serves there, for one because it took the place of a store that had ended, this fails, or\n"
         "with --wait says so and waits for its end.\n"
+        "A token has 32 to 510 bytes: openssl rand -hex 32 makes one. It is never sent. A store that other machines "
+        "can\n"
+        "connect to needs one, or --insecure.\n"
         "A namespace in the URL means nothing here. etcd needs no such process: give etcd://host:port to all.\n",
     .options = options,
     .run = run,

@@ -118,7 +118,8 @@ static void add_batch_row(tool_table *table, view_of view, const json_t *batch, 
     const char *direction = tool_json_text(transfer, "direction");
     take_seat(table, view);
     tool_table_cell(table, "%s", tool_json_text(batch, "id"));
-    tool_table_cell(table, "%" PRId64 "%s", tool_json_int(batch, "version"), tool_batch_mixed(batch));
+    tool_table_cell(table, "%s", tool_json_text(batch, "memory"));
+    tool_take_version(table, batch);
     tool_table_cell(table, "%s",
                     transfer ? (*direction == 's' ? "sending" : "receiving") : tool_json_text(batch, "state"));
     if (transfer) {
@@ -216,7 +217,7 @@ static const struct {
 } tables[] = {
     {{"agent", "state", "#up", "store", "#clients", "#peers", "#transfers", "#failed", "#sent", "#received", "#GB/s"},
      add_agent_row},
-    {{"agent", "batch", "#version", "state", "progress", "#moved", "#GB/s now", "#GB/s last", "#ms last"},
+    {{"agent", "batch", "memory", "#version", "state", "progress", "#moved", "#GB/s now", "#GB/s last", "#ms last"},
      add_batch_rows},
     {{"agent", "pair", "with", "#sent", "#received", "#GB/s", "state"}, add_pair_rows},
     {{"agent", "client", "#pid", "#commands", "#under way"}, add_client_rows},

@@ -78,6 +78,10 @@ enum { TB__UCX_MAJOR = 1, TB__UCX_MINOR = 13 }; /* the oldest version that is su
 /* "tcp/eth0 posix/memory": the lanes that an open ucx transport may use, as UCX's environment variables allow. */
 void tb__ucx_list_lanes(const tb_transport *ucx, tb__text *out);
 
+/* Whether UCX would listen at a public address on this interface, and which one. */
+enum { TB__ADDRESS_TEXT = 46 };
+bool tb__interface_is_public(const char *name, char address[TB__ADDRESS_TEXT]);
+
 /* Whether a lane reaches other machines. */
 bool tb__ucx_lane_is_network(const char *lane);
 

@@ -8,6 +8,7 @@ import os
 import re
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -254,6 +255,12 @@ def all_do(programs, *words, **options):
 
 
 DOCS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "docs")
+
+
+def stop(process):
+    """Stops all threads of a child, until SIGCONT. A signal alone is on its way for a while."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
 
 
 def read_page(name):

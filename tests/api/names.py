@@ -120,6 +120,7 @@ def run_names():
             programs[group].do("begin", "t", "b", direction, timeout=PATIENCE_MS)
         for p in programs.values():
             p.wait("t", "committed").ok()
+            p.do("end", "t")
         programs["trainer"].do("begin", "second", "b", "send", timeout=PATIENCE_MS)  # which stays under way
         printed = subprocess.run([bed.release.tensorbus, "status", "--json", "--socket", agent.socket],
                                  capture_output=True, text=True, timeout=PATIENCE, check=True).stdout

@@ -24,7 +24,6 @@
 enum { MAX_WORDS = 24, MAX_OBJECTS = 512, MAX_MEMBERS = 16, LINE = 8192 };
 typedef struct batch {
     tb_batch *of_world;
-    tb_client_batch *of_agent;
     const memory *members[MAX_MEMBERS];
     const tb_pair *pairs[MAX_MEMBERS]; /* of the members */
     size_t nmembers;
@@ -50,20 +49,18 @@ typedef struct object {
         memory *memory;
         transfer *transfer;
     } as;
-    char name[64]; /* of a pair */
 } object;
 
 static object objects[MAX_OBJECTS];
 static tb_world *world;
-static tb_client *client;
 static char *words[MAX_WORDS];
 static int nwords;
 
 /* ---- Answers --------------------------------------------------------------------------------------------------- */
 
-static const char *const status_names[] = {"TB_OK",       "TB_INVALID",   "TB_NO_MEMORY", "TB_TOO_BIG", "TB_REFUSED",
-                                           "TB_IO",       "TB_INTERNAL",  "TB_TIMEOUT",   "TB_LOST",    "TB_DENIED",
-                                           "TB_CONFLICT", "TB_CANCELLED", "TB_IN_DOUBT"};
+static const char *const status_names[] = {"TB_OK",       "TB_INVALID",   "TB_NO_MEMORY", "TB_TOO_BIG",   "TB_REFUSED",
+                                           "TB_IO",       "TB_INTERNAL",  "TB_TIMEOUT",   "TB_LOST",      "TB_DENIED",
+                                           "TB_CONFLICT", "TB_CANCELLED", "TB_IN_DOUBT",  "TB_SUPERSEDED"};
 
 static void answer(tb_status status) {
     printf("%s\t%s\n", status_names[-(int)status], status == TB_OK ? "" : tb_error_detail());
@@ -208,10 +205,7 @@ static void do_enter(void) {
 }
 
 static void do_rank(void) {
-    if (world)
-        answer_values("%" PRId32 "\t%" PRIu64, tb_world_rank(world), tb_world_incarnation(world));
-    else
-        answer_values("%" PRId32 "\t0", tb_client_rank(client));
+    answer_values("%" PRId32 "\t%" PRIu64, tb_world_rank(world), tb_world_incarnation(world));
 }
 
 static void do_leave(void) {
@@ -220,20 +214,17 @@ static void do_leave(void) {
     answer(TB_OK);
 }
 
+/* connect SOCKET: joins through an agent, whichever seat that has. */
 static void do_connect(void) {
-    tb_client_opts opts = {.size = sizeof opts,
-                           .timeout_ms = (int)option_number("timeout"),
-                           .token = option("token"),
-                           .name = option("name")};
-    tb_client_close(client);
-    client = NULL;
-    answer(tb_client_connect(word(1), &opts, &client));
-}
-
-static void do_close(void) {
-    tb_client_close(client);
-    client = NULL;
-    answer(TB_OK);
+    char url[200];
+    tb_world_opts opts = {.size = sizeof opts,
+                          .timeout_ms = (int)option_number("timeout"),
+                          .token = option("token"),
+                          .name = option("name")};
+    tb_world_destroy(world);
+    world = NULL;
+    snprintf(url, sizeof url, "agent:%s", word(1));
+    answer(tb_world_join(url, NULL, 0, 0, &opts, &world));
 }
 
 /* pair KEY NAME REMOTE LAYOUT */
@@ -243,13 +234,9 @@ static void do_pair(void) {
                          .timeout_ms = (int)option_number("timeout"),
                          .no_wait = option("no_wait") != NULL};
     tb_pair *pair = NULL;
-    tb_status status = client ? tb_client_init_pair(client, word(2), word(3), word(4), opts.timeout_ms)
-                              : tb_pair_create(world, word(2), word(3), word(4), &opts, &pair);
-    if (status == TB_OK) {
-        object *o = make('p', word(1));
-        o->as.pair = pair;
-        snprintf(o->name, sizeof o->name, "%s", word(2));
-    }
+    tb_status status = tb_pair_create(world, word(2), word(3), word(4), &opts, &pair);
+    if (status == TB_OK)
+        make('p', word(1))->as.pair = pair;
     answer(status);
 }
 
@@ -273,8 +260,7 @@ static void do_batch(void) {
                           .commit = commit && strcmp(commit, "shadow") == 0 ? TB_SHADOW : TB_IN_PLACE,
                           .checksum = option("checksum") != NULL};
     batch *b = calloc(1, sizeof *b);
-    tb_status status = client ? tb_client_batch_create(client, word(2), &opts, &b->of_agent)
-                              : tb_batch_create(world, word(2), &opts, &b->of_world);
+    tb_status status = tb_batch_create(world, word(2), &opts, &b->of_world);
     if (status == TB_OK)
         make('b', word(1))->as.batch = b;
     else
@@ -294,8 +280,7 @@ static void do_add(void) {
                    .ndim = 2,
                    .shape = {rows ? option_number("rows") : m->rows, m->columns},
                    .group = (uint32_t)option_number("group")};
-    tb_status status = b->of_agent ? tb_client_batch_add(b->of_agent, p->name, word(3), &t)
-                                   : tb_batch_add(b->of_world, p->as.pair, word(3), &t);
+    tb_status status = tb_batch_add(b->of_world, p->as.pair, word(3), &t);
     if (status == TB_OK && b->nmembers < MAX_MEMBERS) {
         b->pairs[b->nmembers] = p->as.pair;
         b->members[b->nmembers++] = m;
@@ -306,18 +291,16 @@ static void do_add(void) {
 static void do_register(void) {
     const batch *b = find('b', word(1))->as.batch;
     int timeout_ms = (int)option_number("timeout");
-    answer(b->of_agent ? tb_client_register(b->of_agent, timeout_ms) : tb_batch_register(b->of_world, timeout_ms));
+    answer(tb_batch_register(b->of_world, timeout_ms));
 }
 
 static void do_remove(void) {
     const batch *b = find('b', word(1))->as.batch;
     const object *p = find('p', word(2));
-    answer(b->of_agent ? tb_client_batch_remove_pair(b->of_agent, p->name)
-                       : tb_batch_remove_pair(b->of_world, p->as.pair));
+    answer(tb_batch_remove_pair(b->of_world, p->as.pair));
 }
 
 static void free_batch(batch *b) {
-    tb_client_batch_destroy(b->of_agent);
     tb_batch_destroy(b->of_world);
     free(b);
 }
@@ -335,28 +318,19 @@ static void do_version(void) {
     const object *p = find('p', word(2));
     uint64_t version = 0;
     bool is_torn = false;
-    tb_status status;
-    if (b->of_agent) {
-        tb_client_pair_state state = {.size = sizeof state};
-        status = tb_client_query_pair(b->of_agent, p->name, &state);
-        version = state.version;
-        is_torn = state.is_torn;
-    } else {
-        status = tb_batch_version(b->of_world, p->as.pair, &version, &is_torn);
-    }
+    tb_status status = tb_batch_version(b->of_world, p->as.pair, &version, &is_torn);
     if (status == TB_OK)
         answer_values("%" PRIu64 "\t%d", version, is_torn);
     else
         answer(status);
 }
 
-/* What an agent says of the batch: state, version, attempt, events, is_torn, error. */
+/* What was received through all pairs: version, is_torn, is_mixed. */
 static void do_status(void) {
-    tb_client_status s = {.size = sizeof s};
-    tb_status status = tb_client_query(find('b', word(1))->as.batch->of_agent, &s);
+    tb_batch_state s = {.size = sizeof s};
+    tb_status status = tb_batch_query(find('b', word(1))->as.batch->of_world, &s);
     if (status == TB_OK)
-        answer_values("%s\t%" PRIu64 "\t%" PRIu64 "\t%u\t%d\t%s", s.state, s.version, s.attempt, s.events, s.is_torn,
-                      s.error);
+        answer_values("%" PRIu64 "\t%d\t%d", s.version, s.is_torn, s.is_mixed);
     else
         answer(status);
 }
@@ -393,28 +367,21 @@ static void on_progress(void *arg, const tb_transfer_state *state) {
 /* begin KEY BATCH send|recv */
 static void do_begin(void) {
     transfer *t = calloc(1, sizeof *t);
-    tb_status status;
     int timeout_ms = (int)option_number("timeout");
     bool skip_lost = option("skip_lost") != NULL, hold = option("hold") != NULL;
     pthread_mutex_init(&t->lock, NULL);
     t->batch = find('b', word(2))->as.batch;
     t->is_send = strcmp(word(3), "send") == 0;
     t->watched = option("watched") ? find('p', option("watched"))->as.pair : NULL;
-    if (t->batch->of_agent) {
-        tb_client_transfer_opts opts = {
-            .size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = true, .skip_lost = skip_lost, .hold = hold};
-        status = tb_client_transfer(t->batch->of_agent, t->is_send, &opts);
-    } else {
-        tb_transfer_opts opts = {.size = sizeof opts,
-                                 .timeout_ms = timeout_ms,
-                                 .progress = on_progress,
-                                 .arg = t,
-                                 .group = option("group"),
-                                 .committing = on_committing,
-                                 .skip_lost = skip_lost,
-                                 .hold = hold};
-        status = (t->is_send ? tb_send : tb_recv)(t->batch->of_world, &opts, &t->of_world);
-    }
+    tb_transfer_opts opts = {.size = sizeof opts,
+                             .timeout_ms = timeout_ms,
+                             .progress = on_progress,
+                             .arg = t,
+                             .group = option("group"),
+                             .committing = on_committing,
+                             .skip_lost = skip_lost,
+                             .hold = hold};
+    tb_status status = (t->is_send ? tb_send : tb_recv)(t->batch->of_world, &opts, &t->of_world);
     if (status == TB_OK)
         make('t', word(1))->as.transfer = t;
     else
@@ -441,8 +408,7 @@ static void do_wait(void) {
     transfer *t = find('t', word(1))->as.transfer;
     tb_event event = event_of(word(2));
     int timeout_ms = (int)number(3);
-    answer(t->of_world ? tb_wait(t->of_world, event, timeout_ms)
-                       : tb_client_wait(t->batch->of_agent, t->is_send, event, timeout_ms));
+    answer(tb_wait(t->of_world, event, timeout_ms));
 }
 
 /* wait_group KEY GROUP MS */
@@ -452,7 +418,7 @@ static void do_wait_group(void) {
 
 static void do_proceed(void) {
     transfer *t = find('t', word(1))->as.transfer;
-    answer(t->of_world ? tb_proceed(t->of_world) : tb_client_proceed(t->batch->of_agent));
+    answer(tb_proceed(t->of_world));
 }
 
 static void do_cancel(void) {
@@ -469,24 +435,10 @@ static void answer_state(const tb_transfer_state *s) {
 static void do_query(void) {
     const transfer *t = find('t', word(1))->as.transfer;
     tb_transfer_state s = {.size = sizeof s};
-    if (t->of_world) {
-        tb_transfer_query(t->of_world, &s);
-    } else {
-        tb_client_status of_agent = {.size = sizeof of_agent};
-        tb_status status = tb_client_query(t->batch->of_agent, &of_agent);
-        if (status != TB_OK) {
-            answer(status);
-            return;
-        }
-        s = (tb_transfer_state){.size = sizeof(tb_transfer_state),
-                                .status = *of_agent.error ? TB_INTERNAL : TB_OK,
-                                .events = of_agent.events,
-                                .attempt = of_agent.attempt,
-                                .version = of_agent.version,
-                                .bytes_done = of_agent.bytes_done,
-                                .bytes_total = of_agent.bytes_total,
-                                .groups_done = of_agent.groups_done,
-                                .groups_total = of_agent.groups_total};
+    tb_status status = tb_transfer_query(t->of_world, &s);
+    if (status != TB_OK) {
+        answer(status);
+        return;
     }
     answer_state(&s);
 }
@@ -496,17 +448,10 @@ static void do_query_pair(void) {
     const transfer *t = find('t', word(1))->as.transfer;
     const object *p = find('p', word(2));
     tb_transfer_state s = {.size = sizeof s};
-    if (t->of_world) {
-        tb_transfer_pair(t->of_world, p->as.pair, &s);
-    } else {
-        tb_client_pair_state of_agent = {.size = sizeof of_agent};
-        tb_status status = tb_client_query_pair(t->batch->of_agent, p->name, &of_agent);
-        if (status != TB_OK) {
-            answer(status);
-            return;
-        }
-        s.status = of_agent.status;
-        s.version = of_agent.version;
+    tb_status status = tb_transfer_pair(t->of_world, p->as.pair, &s);
+    if (status != TB_OK) {
+        answer(status);
+        return;
     }
     answer_state(&s);
 }
@@ -514,7 +459,7 @@ static void do_query_pair(void) {
 /* Whether the descriptor is readable within so many ms. */
 static void do_readable(void) {
     const transfer *t = find('t', word(1))->as.transfer;
-    struct pollfd fd = {.fd = t->of_world ? tb_transfer_fd(t->of_world) : tb_client_fd(client), .events = POLLIN};
+    struct pollfd fd = {.fd = tb_transfer_fd(t->of_world), .events = POLLIN};
     answer_values("%d", poll(&fd, 1, (int)number(2)) == 1);
 }
 
@@ -554,13 +499,13 @@ static const struct {
 } commands[] = {
 #define COMMAND(name)                                                                                                  \
     { #name, do_##name }
-    COMMAND(memory),  COMMAND(fill),           COMMAND(poison),     COMMAND(look),       COMMAND(free),
-    COMMAND(release), COMMAND(join),           COMMAND(enter),      COMMAND(rank),       COMMAND(leave),
-    COMMAND(connect), COMMAND(close),          COMMAND(pair),       COMMAND(drop_pair),  COMMAND(batch),
-    COMMAND(add),     COMMAND(register),       COMMAND(remove),     COMMAND(drop_batch), COMMAND(version),
-    COMMAND(status),  COMMAND(begin),          COMMAND(wait),       COMMAND(wait_group), COMMAND(proceed),
-    COMMAND(cancel),  COMMAND(query),          COMMAND(query_pair), COMMAND(readable),   COMMAND(log),
-    COMMAND(end),     COMMAND(close_to_agents)
+    COMMAND(memory),         COMMAND(fill),       COMMAND(poison),     COMMAND(look),    COMMAND(free),
+    COMMAND(release),        COMMAND(join),       COMMAND(enter),      COMMAND(rank),    COMMAND(leave),
+    COMMAND(connect),        COMMAND(pair),       COMMAND(drop_pair),  COMMAND(batch),   COMMAND(add),
+    COMMAND(register),       COMMAND(remove),     COMMAND(drop_batch), COMMAND(version), COMMAND(status),
+    COMMAND(begin),          COMMAND(wait),       COMMAND(wait_group), COMMAND(proceed), COMMAND(cancel),
+    COMMAND(query),          COMMAND(query_pair), COMMAND(readable),   COMMAND(log),     COMMAND(end),
+    COMMAND(close_to_agents)
 #undef COMMAND
 };
 
@@ -595,7 +540,6 @@ static void free_all(void) {
                 memory_destroy(o->as.memory);
         }
     }
-    tb_client_close(client);
     tb_world_destroy(world);
 }
 

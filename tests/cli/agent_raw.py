@@ -31,7 +31,7 @@ try:
     bad(a.call(command("Transfer", batch_id=7, transfer_type="send")), "batch_id")
     bad(a.call(command("Transfer", batch_id="b", transfer_type="send")), "no batch 'b'")
     bad(a.call(register("b", [tensor("w", [4], 0, 16)])), "no pair 'p'")
-    bad(a.call(init_pair(local="nobody")), "nobody")
+    bad(a.call(init_pair(local="nobody", size=2)), "nobody")
     bad(a.call(init_pair(size=3)), "3")
 
     # A pair: neither side is answered before both have come.

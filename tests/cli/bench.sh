@@ -104,7 +104,7 @@ else
 fi
 
 # a line is there as soon as it is measured, whatever ends the command afterwards
-setsid env --default-signal=INT "$TENSORBUS" bench --size 1MiB --rounds 300 --only quant_mxfp8,bus_model --json \
+setsid env --default-signal=INT "$TENSORBUS" bench --size 4MiB --rounds 1000 --only quant_mxfp8,bus_model --json \
     >"$out" 2>"$err" </dev/null &
 job=$!
 while is_running && [ ! -s "$out" ]; do
@@ -115,7 +115,7 @@ wait "$job" 2>/dev/null
 status=$?
 expect_status 130 'SIGINT after the first line'
 lines 1
-printed '^{"name":"quant_mxfp8",.*"rounds":300,'
+printed '^{"name":"quant_mxfp8",.*"rounds":1000,'
 clean 'SIGINT after the first line'
 
 # what a run that was killed leaves in TMPDIR goes with the next run, whatever that measures

@@ -41,6 +41,10 @@ configured() {
     [ "$(wc -l <"$tmp/configured")" -eq "$1" ] || fail "$2: CMake was called with: $(cat "$tmp/configured")"
 }
 
+program python3 <<END
+cat "$tmp/python_nvcc" 2>/dev/null
+END
+
 # Where the system's own MPIs are seen, too, they do not change.
 configured 1 'the first build'
 grep -q '^--preset release --fresh$' "$tmp/configured" || fail "CMake was called with: $(cat "$tmp/configured")"
@@ -64,5 +68,11 @@ program nvcc </dev/null
 configured 6 'nvcc was installed'
 rm "$tree/build/release/optional" # a folder that an earlier ./dev has configured
 configured 7 'it is not known what was there'
+echo /site-packages/nvidia/cu13/bin/nvcc >"$tmp/python_nvcc"
+configured 8 'nvcc was installed from PyPI'
+grep -q -e '-U TB_NVCC' "$tmp/configured" || fail "CMake was called with: $(cat "$tmp/configured")"
+configured 8 'nvcc of PyPI is still there'
+rm "$tmp/python_nvcc"
+configured 9 'nvcc of PyPI was removed'
 
 finish

@@ -138,8 +138,8 @@ C
 fi
 
 # a store
-printf 'open sesame\n' >"$tmp/token"
-printf 'open barley\n' >"$tmp/wrong"
+printf 'open sesame, open sesame, open sesame\n' >"$tmp/token"
+printf 'open barley, open barley, open barley\n' >"$tmp/wrong"
 : >"$tmp/url"
 "$TENSORBUS" store --listen tcp://127.0.0.1:0 --token-file "$tmp/token" >"$tmp/url" 2>&1 </dev/null &
 store=$!

@@ -62,6 +62,33 @@ accepted bench --gpu --size 2MiB --rounds 2 --only gpu_cast
 lines 2
 printed '^gpu_cast  .*  cuMemcpyAsync, as many  .*  at least 0\.95  '
 
+# What PyTorch takes: one program is told all the lines and their shapes, and its rates become lines of their own.
+mkdir "$tmp/bin"
+cat >"$tmp/bin/python3" <<'PROGRAM'
+#!/bin/sh
+[ "$1" != -c ] || exit 0
+case $1 in */gpu_torch.py) ;; *) exit 3 ;; esac
+[ "$2" = 1 ] || exit 4
+shift 2
+for word; do
+    case $word in
+    gpu_model:*) echo "${word%%:*} failed: out of memory" ;;
+    gpu_small:4x16384) echo "${word%%:*} GB/s 5.5 against 11" ;;
+    gpu_rows4:28x16388) ;;
+    gpu_transpose_f32:*x8192) echo "${word%%:*} GB/s 3 against 12" ;;
+    *) exit 5 ;;
+    esac
+done
+PROGRAM
+chmod +x "$tmp/bin/python3"
+PATH=$tmp/bin:$PATH accepted bench --gpu --size 2MiB --rounds 1 --peers --json \
+    --only gpu_model,gpu_small,gpu_rows4,gpu_transpose_f32
+lines 8
+printed '^{"name":"gpu_small_torch",.*"gb_per_s":5\.500,"ratio":0\.500,"against":"one copy_"'
+printed '^{"name":"gpu_transpose_f32_torch",.*"ratio":0\.250,'
+printed '^{"name":"gpu_model_torch",.*"not_measured":"gpu_model failed: out of memory"}'
+printed '^{"name":"gpu_rows4_torch",.*"not_measured":"gpu_torch.py told no rate of it"}'
+
 accepted demo --gpu --bus --size 1MiB --ranks 1,2
 printed '^ *2  failed$'
 printed '^verified  all [0-9]* elements on 2 ranks, in each of 3 versions$'

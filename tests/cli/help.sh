@@ -45,7 +45,7 @@ has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has inspect json
 has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json
-has store listen token-file wait
+has store listen token-file insecure wait
 has config json
 has doctor store token-file json
 has demo size ranks src dst staged checksum bus gpu

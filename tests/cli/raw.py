@@ -5,6 +5,7 @@ import array
 import fcntl
 import mmap
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -93,14 +94,14 @@ def unpack_many(b, at, n, is_map):
 
 
 class Connection:
-    def __init__(self, path, hello=True):
+    def __init__(self, path, hello=True, version=1):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(30)
         self.socket.connect(path)
         self.seq = 0
         self.kept = {}
         if hello:
-            self.hello = self.call({"type": "Hello", "version": 1, "token": None, "client": "raw"})
+            self.hello = self.call({"type": "Hello", "version": version, "token": None, "client": "raw"})
 
     def send(self, message, fds=()):
         frame = message if isinstance(message, bytes) else pack(message)
@@ -159,6 +160,12 @@ def start(group, index, size, *options, store=f"unix:{FOLDER}/store"):
     )
     check("listens at" in agent.stdout.readline(), f"{group} did not start")
     return agent, path
+
+
+def stop(process):
+    """Stops all threads of a child, until SIGCONT. A signal alone is on its way for a while."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
 
 
 def init_pair(name="p", local="trainer", size=1, remote="inference", placements=(["R"],)):

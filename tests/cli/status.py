@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 
-from raw import FOLDER, TENSORBUS, Connection, bad, check, command, good, init_pair, memory, register, start, tensor
+from raw import FOLDER, TENSORBUS, Connection, bad, check, command, good, init_pair, memory, register, start, stop, tensor
 
 DEADLINE = 30
 
@@ -134,7 +134,7 @@ try:
 
     # Nobody has come yet. Whoever asks is not counted.
     r = report(trainer_path)
-    check((r["group"], r["index"], r["size"], r["incarnation"], r["protocol"]) == ("trainer", 0, 1, 1, 1), f"{r}")
+    check((r["group"], r["index"], r["size"], r["incarnation"], r["protocol"]) == ("trainer", 0, 1, 1, 2), f"{r}")
     check(r["pid"] == trainer.pid and r["state"] == "serving" and r["uptime"] > 0, f"{r}")
     check(r["store"] == {"connected": True, "why": ""}, f"{r}")
     check(r["clients"] == r["pairs"] == r["batches"] == r["peers"] == [], f"{r}")
@@ -217,6 +217,8 @@ try:
         'peer_bytes_total{peer="rank 1 (inference 0)",direction="recv"}': 0,
         'batch_version{batch="b"}': 3,
         'batch_mixed{batch="b"}': 0,
+        'batch_torn{batch="b"}': 0,
+        'batch_in_doubt{batch="b"}': 0,
         'batch_bytes{batch="b"}': NBYTES,
         "peers_alive": 1,
         "peers_lost": 0,
@@ -251,7 +253,7 @@ try:
     os.mkdir(link, 0o700)
     os.symlink(trainer_path, f"{link}/trainer-0.sock")
     os.symlink(inference_path, f"{link}/inference-0.sock")
-    inference.send_signal(signal.SIGSTOP)
+    stop(inference)
     begun = time.monotonic()
     run = tool("status", "--timeout", "3", status=1)
     check(time.monotonic() - begun < 20, "the deadline was not kept")
@@ -298,6 +300,38 @@ try:
     store = subprocess.Popen([TENSORBUS, "store", "--listen", address], stdout=subprocess.PIPE, text=True)
     agents.append(store)
     check(store.stdout.readline().startswith("serving "), "the store did not start")
+
+    # One that does not answer when it has to decide: who receives does not know, and says so until it does.
+    source, source_path = start("source", 0, 1, store=address)
+    agents.append(source)
+    target, target_path = start("target", 0, 1, "--http", "0", store=address)
+    agents.append(target)
+    url = target.stdout.readline()[len("metrics at ") : -len("/metrics\n")]
+    a, b = Connection(source_path), Connection(target_path)
+    seq = a.send(init_pair(local="source", remote="target"))
+    good(b.call(init_pair(local="target", remote="source")))
+    good(a.reply(seq))
+    by_shadow = {**register("b", [tensor("w", [64, 32], 0, NBYTES)]), "commit": "shadow"}
+    seq = a.send(by_shadow, [fd_a])
+    good(b.call(by_shadow, [fd_b]))
+    good(a.reply(seq))
+
+    def in_doubt():
+        batch = report(target_path)["batches"][0]
+        text = tool("status", "--socket", target_path).stdout + tool("top", "--once", "--socket", target_path).stdout
+        check(text.count("(in doubt)") == 2 * batch["in_doubt"], f"status and top: {text}")
+        expect_metrics(url, **{'batch_in_doubt{batch="b"}': batch["in_doubt"], 'batch_torn{batch="b"}': 0})
+        return batch["in_doubt"], batch["version"]
+
+    stop(store)
+    seq = a.send(command("Transfer", batch_id="b", transfer_type="send"))
+    bad(b.call({**failing, "timeout_ms": 3000}), "version 1 of batch 'b' is committed is not known")
+    a.reply(seq)
+    check(in_doubt() == (True, 0), "it is not in doubt")
+    store.send_signal(signal.SIGCONT)
+    until(lambda: "is not known" not in b.call({**failing, "timeout_ms": 500})["message"], "it does not find out")
+    check(in_doubt() == (False, 1), "it is in doubt still")
+
     spare, spare_path = start("spare", 0, 1, store=address)
     agents.append(spare)
     check(report(spare_path)["store"] == {"connected": True, "why": ""}, "there is no store")

@@ -81,9 +81,23 @@ expect_status 1 'a store that has waited in vain'
 pid=$second
 ended TERM
 
-printf 'open sesame\nnot this\n' >"$tmp/token"
+printf 'open sesame, open sesame, open sesame\nnot this\n' >"$tmp/token"
 serve --listen tcp://127.0.0.1:0 --token-file "$tmp/token"
 printed '^serving tcp://127\.0\.0\.1:[1-9][0-9]*$'
+ended TERM
+
+# one that other machines reach has a token, or says that it has none
+for url in tcp://0.0.0.0:0 'tcp://[::]:0'; do
+    run store --listen "$url"
+    expect_status 2 'a store without a token for other machines'
+    grep -q 'needs a token: --token-file FILE, or --insecure' "$err" || fail "$url: $(cat "$err")"
+    : >"$err"
+done
+serve --listen tcp://0.0.0.0:0 --insecure
+ended TERM
+serve --listen tcp://0.0.0.0:0 --token-file "$tmp/token"
+ended TERM
+serve --listen tcp://localhost:0
 ended TERM
 
 refused '--listen is missing' store
@@ -95,12 +109,16 @@ refused 'port 80000 is out of range: ports are 1 to 65535' store --listen tcp://
 refused "'7000x' is not a port" store --listen tcp://localhost:7000x
 refused '--token-file: can.t read .*/none: No such file' store --listen "unix:$tmp/s" --token-file "$tmp/none"
 : >"$tmp/empty"
-refused '--token-file: the first line of .*/empty is empty' store --listen "unix:$tmp/s" --token-file "$tmp/empty"
+refused '--token-file: there is no token in the first line of .*/empty' store --listen "unix:$tmp/s" --token-file "$tmp/empty"
 head -c 511 /dev/zero | tr '\0' x >"$tmp/long"
 printf 'open\000sesame\n' >"$tmp/nul"
 refused '--token-file: the token in .*/nul has a NUL byte; it must be text' \
     store --listen "unix:$tmp/s" --token-file "$tmp/nul"
-refused '--token-file: a token has at most 510 bytes' store --listen "unix:$tmp/s" --token-file "$tmp/long"
+refused '--token-file: .*/long: a token of 511 bytes; 510 are allowed' store --listen "unix:$tmp/s" --token-file "$tmp/long"
+printf '%s\n' 0123456789012345678901234567890 >"$tmp/short"
+refused '--token-file: .*/short: a token of 31 bytes; it must have at least 32' \
+    store --listen "unix:$tmp/s" --token-file "$tmp/short"
+refused '--insecure is for a store without a token' store --listen "unix:$tmp/s" --insecure --token-file "$tmp/token"
 [ ! -e "$tmp/s" ] || fail "a socket although it failed"
 
 finish

@@ -46,6 +46,26 @@ for line in 'failed   x/broken, exit status 3, ' '    broken' 'failed   x/late, 
     'skipped  x/absent: nothing' '0 passed, 2 failed'; do
     grep -q "^$line" "$tmp/out" || fail "run test: expected '$line': $(cat "$tmp/out")"
 done
+RUN_SECONDS=2 "$tmp/packed/run" test '^x/late' '^x/broken' >"$tmp/out" 2>&1 && fail 'run test: there was no time, and the status is 0'
+grep -q '^failed   x/late, exit status 124, ' "$tmp/out" || fail "RUN_SECONDS: $(cat "$tmp/out")"
+sed -i 's/^x.late 1 /x\/late 99 /' "$tmp/packed/tests/list"
+RUN_SECONDS=1 "$tmp/packed/run" test '^x/late' '^x/broken' >"$tmp/out" 2>&1 && fail 'run test: there was no time, and the status is 0'
+grep -q '^not run  x/broken: there is no time left' "$tmp/out" || fail "RUN_SECONDS: $(cat "$tmp/out")"
+
+# A sanitizer that says what it was called with.
+mkdir "$tmp/bin"
+# shellcheck disable=SC2016 # it is expanded there
+printf '#!/bin/sh\necho "$@" "cases $TB_CASES parts $TB_PARTS" >>"%s/calls"\n' "$tmp" >"$tmp/bin/compute-sanitizer"
+chmod +x "$tmp/bin/compute-sanitizer"
+PATH=$tmp/bin:$PATH "$tmp/packed/run" sanitize >"$tmp/out" 2>&1 || fail "run sanitize: $(cat "$tmp/out")"
+grep -q '^3 passed, 0 failed$' "$tmp/out" || fail "run sanitize said $(cat "$tmp/out")"
+for call in '--tool racecheck .*/tests/device/cuda/cuda_test cases  parts matrices,moves,checksums,quantised$' \
+    '--tool memcheck .*/tests/bus/random_test_slow cases 50 parts $' \
+    '--tool memcheck .*/tests/device/cuda/cuda_test cases  parts $'; do
+    grep -q -- "$call" "$tmp/calls" || fail "run sanitize: no call $call: $(cat "$tmp/calls")"
+done
+! PATH=$tmp/bin:$PATH "$tmp/packed/run" sanitize nonsense >"$tmp/out" 2>&1 || fail 'run sanitize nonsense: the status is 0'
+
 ! "$tmp/packed/run" test 'no such test' >"$tmp/out" 2>&1 || fail 'run test: no test was run, and the status is 0'
 ! "$tmp/packed/run" nonsense >"$tmp/out" 2>&1 || fail 'run nonsense: the status is 0'
 

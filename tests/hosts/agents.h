@@ -17,7 +17,7 @@
 enum { SKIPPED = 77 };
 
 static char folder[] = "/tmp/tb-hosts-XXXXXX";
-static const char token[] = "open sesame";
+static const char token[] = "open sesame, open sesame, open sesame";
 static char url[64], token_path[64];
 static const char *tool;
 static pid_t first, store, agents[NSEATS];

@@ -7,6 +7,7 @@
  * everybody is told whom that was, and the engine keeps the version that it had. Then it comes back, and all goes on.
  */
 #include "tests/hosts/agents.h"
+#include "tests/support/guest.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -44,8 +45,8 @@ static int host_of(int seat) {
 
 typedef struct client {
     int seat;
-    tb_client *agent;
-    tb_client_batch *batch[NKINDS];
+    guest *agent;
+    guest_batch *batch[NKINDS];
     float *data[NKINDS];
     int version[NKINDS]; /* what the tensors hold: the step that it came by */
 } client;
@@ -80,27 +81,27 @@ static void look_for(const client *c, int kind, int version) {
 /* The agent is up once it listens. */
 static tb_status connect_agent(client *c) {
     char path[64];
-    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
     path_of(c->seat, path);
-    return tb_client_connect(path, &opts, &c->agent);
+    return guest_connect(path, &opts, &c->agent);
 }
 
 static tb_status open_kind(client *c, int kind) {
     tb_batch_opts opts = {
         .size = sizeof opts, .bucket_size = 1 << 20, .commit = kind == SHADOW ? TB_SHADOW : TB_IN_PLACE};
     tb_tensor w = {.size = sizeof w, .data = c->data[kind], .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
-    tb_status status = tb_client_init_pair(c->agent, kinds[kind], is_trainer(c->seat) ? "engine" : "trainer",
-                                           is_trainer(c->seat) ? "mesh=2 place=S0" : "mesh=2,2 place=R,S1", JOIN_MS);
+    tb_status status = guest_pair(c->agent, kinds[kind], is_trainer(c->seat) ? "engine" : "trainer",
+                                  is_trainer(c->seat) ? "mesh=2 place=S0" : "mesh=2,2 place=R,S1", JOIN_MS);
     if (status == TB_OK)
-        status = tb_client_batch_create(c->agent, kinds[kind], &opts, &c->batch[kind]);
+        status = guest_batch_create(c->agent, kinds[kind], &opts, &c->batch[kind]);
     if (status == TB_OK)
-        status = tb_client_batch_add(c->batch[kind], kinds[kind], "w", &w);
-    return status == TB_OK ? tb_client_register(c->batch[kind], JOIN_MS) : status;
+        status = guest_add(c->batch[kind], kinds[kind], "w", &w);
+    return status == TB_OK ? guest_register(c->batch[kind], JOIN_MS) : status;
 }
 
 static void drop_batches(client *c) {
     for (int kind = 0; kind < NKINDS; kind++) {
-        tb_client_batch_destroy(c->batch[kind]);
+        guest_batch_destroy(c->batch[kind]);
         c->batch[kind] = NULL;
     }
 }
@@ -119,7 +120,7 @@ static tb_status reopen(client *c) {
     do {
         drop_batches(c);
         if (c->seat == VICTIM) {
-            tb_client_close(c->agent);
+            guest_close(c->agent);
             c->agent = NULL;
         }
         status = open_all(c);
@@ -130,14 +131,14 @@ static tb_status reopen(client *c) {
 static tb_status move(client *c, int kind) {
     bool is_send = is_trainer(c->seat);
     int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS;
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .no_wait = true};
-    tb_client_status now = {.size = sizeof now};
-    tb_status status = tb_client_transfer(c->batch[kind], is_send, &opts);
+    guest_transfer_opts opts = {.timeout_ms = DEADLINE_MS, .no_wait = true};
+    guest_status now = {0};
+    tb_status status = guest_transfer(c->batch[kind], is_send, &opts);
     while (status == TB_OK) {
-        status = tb_client_wait(c->batch[kind], is_send, TB_COMMITTED, LOOK_MS);
+        status = guest_wait(c->batch[kind], is_send, TB_COMMITTED, LOOK_MS);
         if (status != TB_TIMEOUT || tb__now_ms() > deadline_ms)
             break;
-        status = tb_client_query(c->batch[kind], &now);
+        status = guest_query(c->batch[kind], &now);
         if (status == TB_OK && now.bytes_done > 0)
             atomic_store(&shared->seat[c->seat].moves, true);
     }
@@ -188,7 +189,7 @@ static _Noreturn void be_client(int seat) {
         atomic_store(&shared->seat[seat].done, step + 1);
     }
     drop_batches(&c);
-    tb_client_close(c.agent);
+    guest_close(c.agent);
     for (int kind = 0; kind < NKINDS; kind++)
         (seat % 2 ? free : tb_free)(c.data[kind]);
     exit(0);

@@ -83,11 +83,9 @@ static const struct {
 typedef struct client {
     int seat;
     float *data;
-    tb_client *agent;
-    tb_client_batch *batch;
-    tb_world *world; /* or these, instead of an agent */
+    tb_world *world;
     tb_pair *pair;
-    tb_batch *own_batch;
+    tb_batch *batch;
 } client;
 
 static float value(int version, int i) {
@@ -95,40 +93,29 @@ static float value(int version, int i) {
 }
 
 static void drop(client *c) {
-    tb_client_batch_destroy(c->batch);
-    tb_batch_destroy(c->own_batch);
+    tb_batch_destroy(c->batch);
     tb_pair_destroy(c->pair);
     c->batch = NULL;
-    c->own_batch = NULL;
     c->pair = NULL;
-}
-
-static tb_status make_pair(client *c, int patience_ms) {
-    const char *other = c->seat == TRAINER ? "engine" : "trainer";
-    tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = patience_ms};
-    return are_worlds ? tb_pair_create(c->world, "weights", other, "mesh=1 place=R", &opts, &c->pair)
-                      : tb_client_init_pair(c->agent, "weights", other, "mesh=1 place=R", patience_ms);
 }
 
 /* A new batch of the pair, which is made, or made again. */
 static tb_status make(client *c, int patience_ms) {
     tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 1 << 20};
+    tb_pair_opts pair = {.size = sizeof pair, .timeout_ms = patience_ms};
+    const char *other = c->seat == TRAINER ? "engine" : "trainer";
     drop(c);
-    tb_status status = make_pair(c, patience_ms);
+    tb_status status = tb_pair_create(c->world, "weights", other, "mesh=1 place=R", &pair, &c->pair);
     if (status == TB_OK)
-        status = are_worlds ? tb_batch_create(c->world, "step", &opts, &c->own_batch)
-                            : tb_client_batch_create(c->agent, "step", &opts, &c->batch);
+        status = tb_batch_create(c->world, "step", &opts, &c->batch);
     for (int i = 0; i < NTENSORS && status == TB_OK; i++) {
         tb_tensor w = {
             .size = sizeof w, .data = c->data + (size_t)i * SIZE, .dtype = TB_F32, .ndim = 1, .shape = {SIZE}};
         char name[16];
         snprintf(name, sizeof name, "w%d", i);
-        status = are_worlds ? tb_batch_add(c->own_batch, c->pair, name, &w)
-                            : tb_client_batch_add(c->batch, "weights", name, &w);
+        status = tb_batch_add(c->batch, c->pair, name, &w);
     }
-    if (status != TB_OK)
-        return status;
-    return are_worlds ? tb_batch_register(c->own_batch, patience_ms) : tb_client_register(c->batch, patience_ms);
+    return status == TB_OK ? tb_batch_register(c->batch, patience_ms) : status;
 }
 
 /* Again and again, as a program does that does not know what has happened. */
@@ -146,35 +133,20 @@ static void note_progress(void *arg, const tb_transfer_state *state) {
         atomic_store(&shared->seat[((client *)arg)->seat].moves, true);
 }
 
-static tb_status transfer_in_world(client *c) {
+static tb_status transfer(client *c) {
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .progress = note_progress, .arg = c};
     tb_transfer *t = NULL;
-    tb_status status = (c->seat == TRAINER ? tb_send : tb_recv)(c->own_batch, &opts, &t);
+    tb_status status = (c->seat == TRAINER ? tb_send : tb_recv)(c->batch, &opts, &t);
     if (status == TB_OK)
         status = tb_wait(t, TB_COMMITTED, -1);
     tb_transfer_destroy(t);
     return status;
 }
 
-static tb_status transfer_by_agent(client *c) {
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .no_wait = true};
-    tb_client_status now = {.size = sizeof now};
-    tb_status status = tb_client_transfer(c->batch, c->seat == TRAINER, &opts);
-    for (int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS; status == TB_OK;) {
-        status = tb_client_wait(c->batch, c->seat == TRAINER, TB_COMMITTED, LOOK_MS);
-        if (status != TB_TIMEOUT || tb__now_ms() > deadline_ms)
-            break;
-        status = tb_client_query(c->batch, &now);
-        if (status == TB_OK && now.bytes_done > 0)
-            atomic_store(&shared->seat[c->seat].moves, true);
-    }
-    return status;
-}
-
 static tb_status move(client *c, int version) {
     for (int i = 0; i < NELEMENTS; i++)
         c->data[i] = c->seat == TRAINER ? value(version, i) : -1;
-    tb_status status = are_worlds ? transfer_in_world(c) : transfer_by_agent(c);
+    tb_status status = transfer(c);
     for (int i = 0; i < NELEMENTS && status == TB_OK; i++) {
         if (c->data[i] == value(version, i))
             continue;
@@ -200,16 +172,15 @@ static const char *group_of(int seat) {
 
 static _Noreturn void be_client(int seat, const round *rounds, int nsteps) {
     client c = {.seat = seat};
-    char path[64];
-    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
-    tb_world_opts world = {.size = sizeof world, .timeout_ms = JOIN_MS, .token = token};
+    char path[64], agent[80];
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     hosts_enter(seat + 1);
     path_of(seat, path);
+    snprintf(agent, sizeof agent, "agent:%s", path);
     tb_status status = tb_alloc(NELEMENTS * sizeof(float), (void **)&c.data);
     if (status == TB_OK)
-        status = are_worlds ? tb_world_join(url, group_of(seat), 0, 1, &world, &c.world)
-                            : tb_client_connect(path, &opts, &c.agent);
+        status = tb_world_join(are_worlds ? url : agent, group_of(seat), 0, 1, &opts, &c.world);
     if (status != TB_OK) {
         fprintf(stderr, "%s: %s\n", name_of(seat), tb_error_detail());
         exit(1);
@@ -221,7 +192,6 @@ static _Noreturn void be_client(int seat, const round *rounds, int nsteps) {
         atomic_store(&shared->seat[seat].done, step);
     }
     drop(&c);
-    tb_client_close(c.agent);
     tb_world_destroy(c.world);
     tb_free(c.data);
     exit(0);

@@ -72,7 +72,7 @@ static void add_pair(rank *r, int engine) {
 }
 
 static void open_rank(rank *r, const char *url) {
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = hosts_token};
     tb_batch_opts batch = {.size = sizeof batch, .bucket_size = BUCKET};
     must(r, tb_world_join(url, groups[r->group], r->seat, SEATS, &opts, &r->world));
     must(r, tb_batch_create(r->world, "step", &batch, &r->batch));
@@ -149,7 +149,7 @@ static _Noreturn void serve(const char *url) {
     tb__store_server *server;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     hosts_enter(0);
-    if (tb__store_server_start(url, NULL, &server) != TB_OK) {
+    if (tb__store_server_start(url, hosts_token, &server) != TB_OK) {
         fprintf(stderr, "the store: %s\n", tb_error_detail());
         exit(1);
     }

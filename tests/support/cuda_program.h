@@ -63,13 +63,17 @@ static inline void read_gpu(int ordinal, CUdeviceptr from, void *bytes, size_t n
 
 /* ---- Memory ---- */
 
-static inline CUdeviceptr alloc_legacy(size_t nbytes) {
+static inline CUdeviceptr alloc_legacy_on(int ordinal, size_t nbytes) {
     CUdeviceptr address;
     CUcontext before = current_context();
-    set_context(primary_context(0));
+    set_context(primary_context(ordinal));
     assert_cuda(tb__cuda.cuMemAlloc(&address, nbytes));
     set_context(before);
     return address;
+}
+
+static inline CUdeviceptr alloc_legacy(size_t nbytes) {
+    return alloc_legacy_on(0, nbytes);
 }
 
 static inline void free_legacy(CUdeviceptr address) {
@@ -81,10 +85,10 @@ static inline void free_legacy(CUdeviceptr address) {
 
 enum { PIECE = 2 << 20 };
 
-/* VMM memory on GPU 0, of pieces of PIECE bytes; `handle_types` as in CUmemAllocationProp. */
-static inline void map_vmm(CUdeviceptr at, size_t npieces, int handle_types) {
+/* VMM memory, of pieces of PIECE bytes; `handle_types` as in CUmemAllocationProp. */
+static inline void map_vmm_on(int ordinal, CUdeviceptr at, size_t npieces, int handle_types) {
     CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0},
+                                .location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal},
                                 .requestedHandleTypes = (CUmemAllocationHandleType)handle_types};
     CUmemAccessDesc access = {.location = prop.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     for (size_t i = 0; i < npieces; i++) {
@@ -96,16 +100,57 @@ static inline void map_vmm(CUdeviceptr at, size_t npieces, int handle_types) {
     assert_cuda(tb__cuda.cuMemSetAccess(at, npieces * PIECE, &access, 1));
 }
 
-static inline CUdeviceptr alloc_vmm(size_t npieces, int handle_types) {
+static inline void map_vmm(CUdeviceptr at, size_t npieces, int handle_types) {
+    map_vmm_on(0, at, npieces, handle_types);
+}
+
+static inline CUdeviceptr alloc_vmm_on(int ordinal, size_t npieces, int handle_types) {
     CUdeviceptr at;
     assert_cuda(tb__cuda.cuMemAddressReserve(&at, npieces * PIECE, 0, 0, 0));
-    map_vmm(at, npieces, handle_types);
+    map_vmm_on(ordinal, at, npieces, handle_types);
     return at;
+}
+
+static inline CUdeviceptr alloc_vmm(size_t npieces, int handle_types) {
+    return alloc_vmm_on(0, npieces, handle_types);
 }
 
 static inline void free_vmm(CUdeviceptr at, size_t npieces) {
     assert_cuda(tb__cuda.cuMemUnmap(at, npieces * PIECE));
     assert_cuda(tb__cuda.cuMemAddressFree(at, npieces * PIECE));
+}
+
+/* Memory of a pool of its own, as of cudaMallocFromPoolAsync, when it is there; it is freed as legacy memory is. */
+static inline CUmemoryPool make_pool_on(int ordinal, int handle_types) {
+    CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                            .handleTypes = (CUmemAllocationHandleType)handle_types,
+                            .location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal}};
+    CUmemoryPool pool;
+    assert_cuda(DRIVER_CALL("cuMemPoolCreate", (CUmemoryPool *, const CUmemPoolProps *), &pool, &props));
+    return pool;
+}
+
+/* Whether the driver shares memory of pools by descriptors; the fake one does. */
+static inline bool has_shared_pools(void) {
+    int types = 0;
+    CUdevice gpu;
+    assert_cuda(tb__cuda.cuDeviceGet(&gpu, 0));
+    assert_cuda(tb__cuda.cuDeviceGetAttribute(&types, CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES, gpu));
+    return types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
+
+static inline CUdeviceptr alloc_from_pool_on(int ordinal, CUmemoryPool pool, size_t nbytes) {
+    CUdeviceptr address;
+    CUcontext before = current_context();
+    CUstream stream;
+    set_context(primary_context(ordinal));
+    assert_cuda(tb__cuda.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    assert_cuda(DRIVER_CALL("cuMemAllocFromPoolAsync", (CUdeviceptr *, size_t, CUmemoryPool, CUstream), &address,
+                            nbytes, pool, stream));
+    assert_cuda(DRIVER_CALL("cuStreamSynchronize", (CUstream), stream));
+    assert_cuda(tb__cuda.cuStreamDestroy(stream));
+    set_context(before);
+    return address;
 }
 
 /* ---- Streams ---- */

@@ -3,6 +3,8 @@
  * tensors: the linker puts the functions below in the place of those. */
 #include "tensor_memory.h"
 
+#include "tensorbus/plan.h"
+
 #include "device/cuda/cuda.h"
 
 #include <dlfcn.h>
@@ -197,3 +199,8 @@ BEFORE(tb_wait_group, (tb_transfer * transfer, uint32_t group, int timeout_ms), 
 BEFORE(tb_proceed, (tb_transfer * transfer), (transfer))
 BEFORE(tb_transfer_query, (const tb_transfer *transfer, tb_transfer_state *out), (transfer, out))
 BEFORE(tb_copy_run, (tb_copy * copy, int timeout_ms), (copy, timeout_ms))
+BEFORE(tb_reshard_execute_plan,
+       (tb_copy * copy, const tb_reshard_plan *plan, int timeout_ms, tb_reshard_counts *counts),
+       (copy, plan, timeout_ms, counts))
+BEFORE(tb_ir_execute, (tb_copy * copy, const tb_ir *ir, const tb_ir_part *parts, const tb_ir_execute_opts *opts),
+       (copy, ir, parts, opts))

@@ -219,6 +219,7 @@ static tb_status cut_open(const tb_transport_env *env, void **context) {
     tb_transport_env inner = *env;
     inner.arg = e;
     inner.lost = on_inner_loss;
+    inner.reached = NULL;
     tb_status status = tb__shm_ops.open(&inner, &e->inner);
     if (status != TB_OK) {
         free(e);

@@ -77,9 +77,9 @@ tb__move byte_move(void *dst, const void *const *src, size_t nbytes) {
 area make_area(suite *s, tb__device *owner, size_t nbytes) {
     area a = {.owner = owner, .nbytes = nbytes, .image = malloc(nbytes + 1)};
     void *at = NULL;
-    (void)s;
+    int unit = owner == s->host || s->traits->nunits == 0 ? 0 : (int)(s->nareas++ % s->traits->nunits);
     assert_non_null(a.image);
-    assert_ok(owner->ops->alloc(owner, 0, nbytes, &at));
+    assert_ok(owner->ops->alloc(owner, unit, nbytes, &at));
     a.at = at;
     return a;
 }
@@ -158,7 +158,21 @@ static bool is_wanted(const char *name) {
     return !wanted || !*wanted || (at && (at == wanted || at[-1] == ',') && (!at[length] || at[length] == ','));
 }
 
+/* How many that should be. */
+static size_t count_wanted(void) {
+    const char *wanted = getenv("TB_PARTS");
+    size_t n = 1;
+    if (!wanted || !*wanted)
+        return sizeof parts / sizeof *parts;
+    while ((wanted = strchr(wanted, ','))) {
+        wanted++;
+        n++;
+    }
+    return n;
+}
+
 void device_conformance(const device_traits *traits) {
+    size_t nrun = 0;
     for (int i = 0; i < MOST_SOURCES; i++)
         in_buffer[i] = TB__IN_BUFFER;
     suite s = {.traits = traits, .g = {test_seed()}, .is_host = strcmp(traits->name, "host") == 0};
@@ -175,7 +189,10 @@ void device_conformance(const device_traits *traits) {
         fflush(stdout);
         parts[i].check(&s);
         printf(", %ld ms\n", (long)(tb__now_ms() - began));
+        nrun++;
     }
+    if (nrun != count_wanted())
+        fail_msg("TB_PARTS=%s: only %zu of these parts are there", getenv("TB_PARTS"), nrun);
     if (!s.is_host)
         tb__device_close(s.host);
     tb__device_close(s.device);

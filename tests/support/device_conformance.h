@@ -10,6 +10,7 @@ typedef struct device_traits {
     /* (optional) Puts another offset and size into the bytes of a memory key. NULL: keys of this device have none. */
     void (*forge_key)(unsigned char *key, size_t key_nbytes, uint64_t offset, uint64_t nbytes);
     bool has_opaque_fds; /* nothing tells which memory a descriptor stands for */
+    unsigned nunits;     /* memory is on so many units, in turn; 0: one */
 } device_traits;
 
 /* All of the suite. Asserts with cmocka. It forks first of all: there must be no other threads, and no workers. */

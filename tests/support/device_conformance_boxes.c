@@ -7,15 +7,22 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static const tb_dtype floats[] = {TB_F32, TB_F16, TB_BF16, TB_F8E4M3, TB_F8E5M2};
-static const tb_dtype others[] = {TB_F64, TB_U8, TB_I8, TB_I16, TB_I32, TB_I64}; /* that can be reduced */
-enum { NFLOATS = sizeof floats / sizeof *floats, NOTHERS = sizeof others / sizeof *others };
+static const tb_dtype floats[] = {TB_F32, TB_F16, TB_BF16, TB_F8E4M3, TB_F8E5M2, TB_F64};
+static const tb_dtype integers[] = {TB_U8, TB_U16, TB_U32, TB_U64, TB_I8, TB_I16, TB_I32, TB_I64};
+enum { NFLOATS = sizeof floats / sizeof *floats, NINTEGERS = sizeof integers / sizeof *integers };
+
+static tb_dtype random_dtype(suite *s, bool is_float) {
+    return is_float ? floats[rng_range(&s->g, 0, NFLOATS - 1)] : integers[rng_range(&s->g, 0, NINTEGERS - 1)];
+}
 
 void make_boxes(suite *s, boxes *b, size_t most_boxes, size_t area_nbytes) {
-    *b = (boxes){.box = calloc(most_boxes, sizeof *b->box)};
-    assert_non_null(b->box);
+    *b = (boxes){0};
     /* What is moved has one end on the device. */
     bool is_dst_host = rng_range(&s->g, 0, 3) == 0, is_buffer_host = !is_dst_host && rng_range(&s->g, 0, 1);
+    if (s->traits->nunits > 1) { /* a buffer must be where all units reach it */
+        is_dst_host = false;
+        is_buffer_host = true;
+    }
     tb__device *owners[NAREAS] = {
         [AREA_DST] = is_dst_host ? s->host : s->device,
         [AREA_SRC] = s->device,
@@ -28,6 +35,8 @@ void make_boxes(suite *s, boxes *b, size_t most_boxes, size_t area_nbytes) {
     }
     memset(b->areas[AREA_DST].image, POISON, area_nbytes);
     b->used[AREA_BUFFER] = area_nbytes / 2; /* sources before that, destinations behind it */
+    b->box = calloc(most_boxes, sizeof *b->box);
+    assert_non_null(b->box);
 }
 
 void free_boxes(boxes *b) {
@@ -184,14 +193,13 @@ box_rules random_rules(suite *s, const boxes *b, int64_t most) {
         r.src_dtype = r.wire_dtype = r.dst_dtype = (tb_dtype)rng_range(g, TB_BOOL, TB_DTYPE_COUNT - 1);
         r.nsrc = kind > 0;
     } else {
-        r.src_dtype = floats[rng_range(g, 0, NFLOATS - 1)];
-        r.wire_dtype = floats[rng_range(g, 0, NFLOATS - 1)];
-        r.dst_dtype = floats[rng_range(g, 0, NFLOATS - 1)];
+        bool is_float = rng_range(g, 0, 3) > 0;
+        r.src_dtype = random_dtype(s, is_float);
+        r.wire_dtype = random_dtype(s, is_float);
+        r.dst_dtype = random_dtype(s, is_float);
         if (kind > 7) {
             r.nsrc = (uint32_t)rng_range(g, 2, rng_range(g, 0, 3) ? 4 : MOST_SOURCES);
             r.op = (tb_reduce_op)rng_range(g, 0, TB_PRODUCT);
-            if (rng_range(g, 0, 1))
-                r.src_dtype = r.wire_dtype = r.dst_dtype = others[rng_range(g, 0, NOTHERS - 1)];
         }
     }
     /* One end at least is the device's. */
@@ -360,7 +368,7 @@ void check_matrices(suite *s) {
     static const tb_dtype dtypes[] = {TB_U8, TB_I16, TB_F32, TB_I64};
     boxes b;
     for (int pass = 0; pass < (LESS > 1 ? 1 : 3); pass++) {
-        make_boxes(s, &b, 64, (size_t)16 << 20);
+        make_boxes(s, &b, 13 + 2 * NFLOATS * NFLOATS, (size_t)24 << 20);
         for (int i = 0; i < 4; i++) { /* by the bytes of an element */
             box_rules r = {.src_dtype = dtypes[i], .wire_dtype = dtypes[i], .dst_dtype = dtypes[i], .nsrc = 1};
             int64_t size = 16 * rng_range(&s->g, 5, 12);
@@ -386,16 +394,16 @@ void check_matrices(suite *s) {
     }
 }
 
-/* All casts by all wires, of every number there is in 8 and 16 bits. */
-void check_casts(suite *s) {
+/* From each to each, by way of each. */
+static void check_casts_among(suite *s, const tb_dtype *dtypes, size_t ndtypes) {
     boxes b;
-    make_boxes(s, &b, NFLOATS * NFLOATS * NFLOATS, (size_t)8 << 20);
-    for (int src = 0; src < NFLOATS; src++) {
-        for (int wire = 0; wire < NFLOATS; wire++) {
-            for (int dst = 0; dst < NFLOATS; dst++) {
-                box_rules r = {.src_dtype = floats[src],
-                               .wire_dtype = floats[wire],
-                               .dst_dtype = floats[dst],
+    make_boxes(s, &b, ndtypes * ndtypes * ndtypes, (size_t)24 << 20);
+    for (size_t src = 0; src < ndtypes; src++) {
+        for (size_t wire = 0; wire < ndtypes; wire++) {
+            for (size_t dst = 0; dst < ndtypes; dst++) {
+                box_rules r = {.src_dtype = dtypes[src],
+                               .wire_dtype = dtypes[wire],
+                               .dst_dtype = dtypes[dst],
                                .nsrc = 1,
                                .most = 2000 / LESS,
                                .is_contiguous = true,
@@ -406,6 +414,13 @@ void check_casts(suite *s) {
     }
     run_boxes(s, &b, "casts");
     free_boxes(&b);
+}
+
+/* All casts by all wires, and of every number there is in 8 and 16 bits. */
+void check_casts(suite *s) {
+    boxes b;
+    check_casts_among(s, floats, NFLOATS);
+    check_casts_among(s, integers, NINTEGERS);
     static const tb_dtype narrow[] = {TB_F16, TB_BF16, TB_F8E4M3, TB_F8E5M2};
     make_boxes(s, &b, 4 * NFLOATS, (size_t)4 << 20);
     for (int src = 0; src < 4; src++) {
@@ -436,18 +451,18 @@ void check_casts(suite *s) {
 void check_reductions(suite *s) {
     boxes b;
     for (int pass = 0; pass < (LESS > 1 ? 1 : 3); pass++) {
-        make_boxes(s, &b, (NFLOATS + NOTHERS) * MOST_SOURCES * (TB_PRODUCT + 1), (size_t)12 << 20);
-        for (int i = 0; i < NFLOATS + NOTHERS; i++) {
-            tb_dtype dtype = i < NFLOATS ? floats[i] : others[i - NFLOATS];
+        make_boxes(s, &b, (NFLOATS + NINTEGERS) * MOST_SOURCES * (TB_PRODUCT + 1), (size_t)16 << 20);
+        for (int i = 0; i < NFLOATS + NINTEGERS; i++) {
+            bool is_float = i < NFLOATS;
+            tb_dtype dtype = is_float ? floats[i] : integers[i - NFLOATS];
             for (uint32_t nsrc = 1; nsrc <= MOST_SOURCES; nsrc++) {
                 for (tb_reduce_op op = 0; op <= TB_PRODUCT; op++) {
                     box_rules r = random_rules(s, &b, 300);
-                    bool is_float = i < NFLOATS || dtype == TB_F64;
                     r.src_dtype = r.wire_dtype = r.dst_dtype = dtype;
-                    if (i < NFLOATS && rng_range(&s->g, 0, 1))
-                        r.wire_dtype = floats[rng_range(&s->g, 0, NFLOATS - 1)];
-                    if (i < NFLOATS && rng_range(&s->g, 0, 1))
-                        r.dst_dtype = floats[rng_range(&s->g, 0, NFLOATS - 1)];
+                    if (rng_range(&s->g, 0, 1))
+                        r.wire_dtype = random_dtype(s, is_float);
+                    if (rng_range(&s->g, 0, 1))
+                        r.dst_dtype = random_dtype(s, is_float);
                     r.nsrc = nsrc;
                     r.op = op;
                     r.is_contiguous = pass == 0;

@@ -31,7 +31,8 @@ typedef struct suite {
     const device_traits *traits;
     tb__device *device; /* that is tested */
     tb__device *host;
-    bool is_host; /* both are the same */
+    bool is_host;    /* both are the same */
+    unsigned nareas; /* on the device, so far */
     rng g;
     peer peers[NPEERS];
 } suite;

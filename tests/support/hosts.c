@@ -27,6 +27,8 @@ int hosts_count(void) {
     return count ? (int)strtol(count, NULL, 10) : 0;
 }
 
+const char hosts_token[] = "of the hosts that are namespaces of one machine";
+
 void hosts_store(char *url, size_t room) {
     snprintf(url, room, "tcp://%s:%d", variable("ADDR", 0), STORE_PORT);
 }

@@ -10,6 +10,7 @@ int hosts_count(void);
 
 /* A store that processes of host 0 can serve, and all can reach. */
 void hosts_store(char *url, size_t room);
+extern const char hosts_token[]; /* of that store */
 
 /* For a process without threads: it is on host `number` modulo their count from now on. UCX may use TCP only, because
  * it knows that all of this is one machine. Ends the process, with a sentence, if that can't be done. */

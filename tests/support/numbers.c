@@ -3,6 +3,7 @@
 #include "numbers.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -76,10 +77,17 @@ static void list_values(format *f) {
         f->values[i] = magnitude(f, i);
 }
 
+static void list_all_values(void) {
+    for (int i = 0; i < TB_DTYPE_COUNT; i++) {
+        if (formats[i].exponent && i != TB_F32)
+            list_values(&formats[i]);
+    }
+}
+
 /* The code nearest to x >= 0; of two as near, the even one. */
-static uint32_t nearest(format *f, double x) {
-    if (!f->values)
-        list_values(f);
+static uint32_t nearest(const format *f, double x) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, list_all_values);
     uint32_t last = f->nvalues, low = 0, high = last;
     if (x >= f->values[last]) {
         low = last;
@@ -100,7 +108,7 @@ static uint32_t nearest(format *f, double x) {
 }
 
 static uint64_t narrow(tb_dtype to, uint32_t bits) {
-    format *f = &formats[to];
+    const format *f = &formats[to];
     uint32_t sign = (bits >> 31) << (f->exponent + f->mantissa);
     if ((bits & 0x7fffffff) > 0x7f800000) {
         uint32_t payload = f->saturates ? 0 : (bits & 0x7fffff) >> (23 - f->mantissa);
@@ -116,6 +124,21 @@ static uint32_t f32_bits(double value) {
     return bits;
 }
 
+/* The hardware's casts make NaN quiet. */
+static uint32_t f32_of_f64(uint64_t bits) {
+    double value = number_value(TB_F64, bits);
+    return isnan(value) ? (uint32_t)(bits >> 63 << 31 | 0x7fc00000 | (bits & ~(UINT64_MAX << 51)) >> 29)
+                        : f32_bits(value);
+}
+
+static uint64_t f64_of_f32(uint32_t bits) {
+    double value = number_value(TB_F32, bits);
+    uint64_t result = (uint64_t)(bits >> 31) << 63 | 0x7ff8000000000000 | (uint64_t)(bits & 0x3fffff) << 29;
+    if (!isnan(value))
+        memcpy(&result, &value, sizeof result);
+    return result;
+}
+
 static uint32_t widen(tb_dtype from, uint64_t bits) {
     const format *f = &formats[from];
     int width = f->exponent + f->mantissa;
@@ -128,13 +151,6 @@ static uint32_t widen(tb_dtype from, uint64_t bits) {
     /* A bf16 is half an f32, whatever is in it; the conversion of the others makes them quiet. */
     uint32_t payload = (uint32_t)(bits & ((1U << f->mantissa) - 1)) << (23 - f->mantissa);
     return sign | 0x7f800000 | payload | (from == TB_BF16 ? 0 : 0x400000);
-}
-
-uint64_t number_cast(tb_dtype from, tb_dtype to, uint64_t bits) {
-    if (from == to)
-        return bits;
-    uint32_t wide = from == TB_F32 ? (uint32_t)bits : widen(from, bits);
-    return to == TB_F32 ? wide : narrow(to, wide);
 }
 
 static double apply(tb_reduce_op op, double a, double b) {
@@ -173,6 +189,17 @@ static bool is_signed(tb_dtype dtype) {
     return dtype == TB_I8 || dtype == TB_I16 || dtype == TB_I32 || dtype == TB_I64;
 }
 
+uint64_t number_cast(tb_dtype from, tb_dtype to, uint64_t bits) {
+    if (from == to)
+        return bits;
+    if (from != TB_F64 && !formats[from].exponent) {
+        uint64_t value = is_signed(from) ? (uint64_t)as_signed(bits, tb_dtype_bits(from)) : bits;
+        return value & (UINT64_MAX >> (64 - tb_dtype_bits(to)));
+    }
+    uint32_t wide = from == TB_F32 ? (uint32_t)bits : from == TB_F64 ? f32_of_f64(bits) : widen(from, bits);
+    return to == TB_F32 ? wide : to == TB_F64 ? f64_of_f32(wide) : narrow(to, wide);
+}
+
 static uint64_t reduce_integer(tb_dtype from, tb_reduce_op op, const uint64_t *bits, size_t n) {
     unsigned width = tb_dtype_bits(from);
     uint64_t acc = bits[0];
@@ -193,11 +220,9 @@ uint64_t number_reduce(tb_dtype from, tb_dtype wire, tb_dtype to, tb_reduce_op o
                        const uint64_t *bits, size_t n) {
     if (n == 1 && divisor <= 1)
         return number_cast(wire, to, number_cast(from, wire, bits[0]));
-    bool is_float = formats[from].exponent || from == TB_F64;
-    if (!is_float)
-        return reduce_integer(from, op, bits, n);
-    uint64_t acc = reduce_float(from, op, divisor, bits, n);
-    return from == TB_F64 ? acc : number_cast(wire, to, number_cast(TB_F32, wire, acc));
+    bool is_small = formats[from].exponent, is_float = is_small || from == TB_F64;
+    uint64_t acc = is_float ? reduce_float(from, op, divisor, bits, n) : reduce_integer(from, op, bits, n);
+    return number_cast(wire, to, number_cast(is_small ? TB_F32 : from, wire, acc));
 }
 
 uint64_t number_random(tb_dtype dtype, rng *r) {

@@ -11,7 +11,7 @@ void number_store(tb_dtype dtype, void *at, uint64_t bits);
 /* The value of a float's bits. */
 double number_value(tb_dtype dtype, uint64_t bits);
 
-/* A float's bits in another format, by way of f32. */
+/* A float's bits in another format, by way of f32; or an integer's, modulo its width. */
 uint64_t number_cast(tb_dtype from, tb_dtype to, uint64_t bits);
 
 /* All of a copy's arithmetic: reduced, divided if divisor > 1, rounded to `wire`, cast to `to`. */

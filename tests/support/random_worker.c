@@ -158,6 +158,8 @@ static void place_parts(worker *w) {
     for (size_t i = 0; i < w->nblocks; i++) {
         block *b = &w->blocks[i];
         b->is_bus = rng_range(&w->own, 0, 1);
+        if (w->pool->has_agents && w->seat[0] >= 0 && w->seat[1] >= 0)
+            b->is_bus = true; /* agents do not send and receive other memory at the same time */
         b->image = malloc(b->nbytes);
         if (b->is_bus)
             b->memory = tensor_alloc(b->nbytes);
@@ -252,7 +254,9 @@ static void check_block(const worker *w, const block *b) {
 
 static tb_transfer *begin(worker *w, bool is_send, int from) {
     int as = is_send ? from : !from, usual = is_send ? w->first : !w->first;
-    tb_transfer_opts opts = {.size = sizeof opts};
+    /* Agents refuse to receive so into memory of the program's own. */
+    bool may_be_whole = is_send || !w->pool->has_agents;
+    tb_transfer_opts opts = {.size = sizeof opts, .whole_group = w->b.seed % 3 == 0 && may_be_whole};
     tb_transfer *t = NULL;
     if (w->seat[0] >= 0 && w->seat[1] >= 0 && (as != usual || rng_range(&w->own, 0, 1)))
         opts.group = group_names[as];
@@ -487,6 +491,8 @@ void random_work(const random_pool *pool, uint64_t seed, int64_t ncases) {
             w.pool->barrier(); /* whoever serves the store takes it along */
             tb_world_destroy(w.world);
             w.world = NULL;
+            if (w.pool->leave)
+                w.pool->leave();
             w.pool->barrier();
         }
     }

@@ -16,6 +16,8 @@ typedef struct random_pool {
     void (*barrier)(void);
     /* A world with this seat in it, which is the first of its seats in "src" and "dst"; and with this host's id. */
     tb_status (*join)(const char *group, int32_t seat, int32_t nseats, const char *host, tb_world **out);
+    void (*leave)(void);                         /* after a world is destroyed; may be NULL */
+    bool has_agents;                             /* worlds have an agent's seat */
     void (*at)(uint64_t seed, const char *step); /* may be NULL */
     bool (*is_first_to_fail)(void);              /* the others need not say so, too */
     void (*give_up)(void);                       /* does not return */

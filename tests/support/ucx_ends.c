@@ -16,6 +16,7 @@
 
 losses lost_by_a, lost_by_b;
 bool ends_are_driven = true;
+unsigned char ends_key[TB_KEY_SIZE] = "the key of the ends of a test";
 
 bool choose_lanes(int argc, char **argv) {
     bool is_shm = argc > 1 && strcmp(argv[1], "shm") == 0;
@@ -39,8 +40,12 @@ static void note_loss(void *arg, int32_t rank, const char *why) {
 }
 
 void open_one(tb_transport *t, int32_t rank, losses *l, unsigned char *address, size_t *n) {
-    tb_transport_env env = {
-        .size = sizeof env, .rank = rank, .arg = l, .lost = l ? note_loss : NULL, .is_driven = ends_are_driven};
+    tb_transport_env env = {.size = sizeof env,
+                            .rank = rank,
+                            .arg = l,
+                            .lost = l ? note_loss : NULL,
+                            .is_driven = ends_are_driven,
+                            .key = ends_key};
     *n = TB_ADDRESS_MAX;
     if (tb__transport_open("ucx", &env, t) != TB_OK)
         fail_msg("open: %s", tb_error_detail());

@@ -24,6 +24,8 @@ extern losses lost_by_a, lost_by_b;
 
 /* Of endpoints that are opened from then on: whether they say that they work all the time. They do at first. */
 extern bool ends_are_driven;
+/* Their key. */
+extern unsigned char ends_key[TB_KEY_SIZE];
 
 /* What the tests of this program go over: TCP, or with "shm" as its first argument UCX's shared memory. False: there is
  * no UCX, which is said. */

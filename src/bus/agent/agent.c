@@ -37,7 +37,7 @@ static tb_status open_agent(tb__agent *agent, const tb__agent_opts *o) {
         return tb__fail(TB_IO, "the agent's descriptors: %s", tb__errno_text(errno));
     snprintf(url, sizeof url, "unix:%s", o->socket);
     TB_TRY(tb__address_parse(url, &address));
-    TB_TRY(tb__listener_open(&address, &agent->listener));
+    TB_TRY(tb__listener_open(&address, true, &agent->listener));
     TB_TRY(watch_fd(agent, agent->listener.socket.fd, &agent->listener));
     TB_TRY(watch_fd(agent, agent->wake, &agent->wake));
     TB_TRY(watch_fd(agent, agent->stop, &agent->stop));
@@ -64,6 +64,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->timeout_ms = opts->timeout_ms ? opts->timeout_ms : DEFAULT_TIMEOUT_MS;
     agent->begun_ms = tb__now_ms();
     pthread_mutex_init(&agent->done_lock, NULL);
+    pthread_mutex_init(&agent->enter_lock, NULL);
     pthread_mutex_init(&agent->report_lock, NULL);
     tb__monotonic_cond_init(&agent->report_made);
     agent->group = tb__strdup(opts->group);
@@ -208,6 +209,7 @@ void tb__agent_destroy(tb__agent *agent) {
     tb__fd_close(agent->stop);
     tb__fd_close(agent->spare);
     pthread_mutex_destroy(&agent->done_lock);
+    pthread_mutex_destroy(&agent->enter_lock);
     pthread_mutex_destroy(&agent->report_lock);
     pthread_cond_destroy(&agent->report_made);
     free(agent->report);

@@ -21,7 +21,7 @@ typedef struct filling {
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-static tb_status map_client_file(filling *f, const tb__payload_memory *m, char **out) {
+static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__client_file **out) {
     agent_job *job = f->job;
     if (m->fd >= job->nfds)
         return tb__fail(TB_INVALID, "its memory is in descriptor %" PRIu32 ", but %zu came with the command", m->fd,
@@ -41,10 +41,12 @@ static tb_status map_client_file(filling *f, const tb__payload_memory *m, char *
             return TB_NO_MEMORY;
         }
     }
-    if (m->offset > file->nbytes || m->nbytes > file->nbytes - m->offset)
+    size_t nbytes;
+    TB_TRY(tb__client_file_size(file, &nbytes));
+    if (m->offset > nbytes || m->nbytes > nbytes - m->offset)
         return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
-                        m->nbytes, m->offset, file->nbytes);
-    *out = (char *)file->base + m->offset;
+                        m->nbytes, m->offset, nbytes);
+    *out = file;
     return TB_OK;
 }
 
@@ -84,23 +86,37 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
     if (needed == 0)
         return TB_OK;
     f->nbytes += needed;
+    tb_status status = TB_OK;
     if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
-    if (m->kind == TB__MEMORY_DEVICE) {
+    tb__client_file *file = NULL;
+    if (m->kind == TB__MEMORY_FD)
+        TB_TRY(find_client_file(f, m, &file));
+    const tb__client_file *unmapped = file && !file->base ? file : NULL;
+    char where[64] = "host";
+    if (m->copied_from)
+        snprintf(where, sizeof where, "%s (copied by the client)", m->copied_from);
+    else if (unmapped)
+        snprintf(where, sizeof where, "host (file that is not sealed; copied)");
+    if (m->kind != TB__MEMORY_DEVICE)
+        note_device(f->job->batch, where);
+    if (m->kind == TB__MEMORY_ADDRESS || unmapped) {
+        agent_mirror *mirror;
+        status = tb__agent_get_mirror(f->job->batch, m, unmapped, f->batch_pair->held, &mirror);
+        f->mirrored.is_mirror[memory] = status == TB_OK;
+        *out = status == TB_OK ? mirror->data : NULL;
+        f->mirrored.file[memory] = unmapped;
+        f->mirrored.file_shift[memory] = m->offset - (uint64_t)(uintptr_t)*out;
+    } else if (file) {
         f->mirrored.is_all = false;
-        return map_device_memory(f, m, out);
-    }
-    note_device(f->job->batch, "host");
-    if (m->kind == TB__MEMORY_FD) {
+        *out = (char *)file->base + m->offset;
+    } else {
         f->mirrored.is_all = false;
-        return map_client_file(f, m, out);
+        status = map_device_memory(f, m, out);
     }
-    agent_mirror *mirror;
-    TB_TRY(tb__agent_get_mirror(f->job->batch, m, f->batch_pair->held, &mirror));
-    f->mirrored.is_mirror[memory] = true;
-    f->mirrored.shift[memory] = mirror->address - (uint64_t)(uintptr_t)mirror->data;
-    *out = mirror->data;
-    return TB_OK;
+    f->mirrored.is_known[memory] = status == TB_OK && (m->kind == TB__MEMORY_ADDRESS || m->address);
+    f->mirrored.shift[memory] = m->address - (uint64_t)(uintptr_t)*out;
+    return status;
 }
 
 void tb__agent_batch_empty(agent_batch *b) {
@@ -109,6 +125,8 @@ void tb__agent_batch_empty(agent_batch *b) {
     pthread_mutex_lock(&s->process_lock);
     for (size_t i = 0; i < b->files.count; i++)
         tb__client_process_unmap_file(&s->process, b->files.item[i].file);
+    if (b->mark_file)
+        tb__client_process_unmap_file(&s->process, b->mark_file);
     pthread_mutex_unlock(&s->process_lock);
     free(b->files.item);
     tb__agent_drop_memories(b, 0);
@@ -132,15 +150,18 @@ static void drop_files(agent_batch *b, uint64_t round) {
 }
 
 tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
-    tb_pair *pair = b->batch_pairs.item[leaving].held;
+    const char *name = b->batch_pairs.item[leaving].pair->name;
     uint64_t round = b->batch_pairs.item[leaving].round;
     bool is_last = true;
-    TB_TRY(tb_batch_remove_pair(b->batch, pair));
-    for (size_t i = 0; i < b->batch_pairs.count; i++)
-        is_last &= i == leaving || b->batch_pairs.item[i].round != round;
+    TB_TRY(tb_batch_remove_pair(b->batch, b->batch_pairs.item[leaving].held)); /* both sides of it */
+    for (size_t i = 0; i < b->batch_pairs.count; i++) {
+        bool is_leaving = strcmp(b->batch_pairs.item[i].pair->name, name) == 0;
+        is_last &= is_leaving || b->batch_pairs.item[i].round != round;
+        if (is_leaving)
+            tb__agent_mirrors_drop(b, b->batch_pairs.item[i].held);
+    }
     if (is_last)
         drop_files(b, round);
-    tb__agent_mirrors_drop(b, pair);
     return TB_OK;
 }
 
@@ -149,7 +170,7 @@ tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
 /* This rank's part of the stored tensor. */
 static tb_status get_local(const filling *f, const tb__tensor_payload *p, tb_shape *out) {
     tb_local local;
-    TB_TRY(tb_layout_local(p->layout ? p->layout : f->layout, &p->shape, f->job->agent->index, &local));
+    TB_TRY(tb_layout_local(p->layout ? p->layout : f->layout, &p->shape, f->batch_pair->pair->index, &local));
     *out = local.shape;
     out->ndim = p->shape.ndim;
     tb_local_fini(&local);
@@ -185,8 +206,10 @@ static tb_status locate_tensor(filling *f, const tb__tensor_payload *p, tb_tenso
     tb_shape local;
     f->nbytes = 0;
     f->mirrored = (tb__mirrored){.is_all = true};
+    bool is_outside = tb_layout_index_of(p->layout ? p->layout : f->layout, f->batch_pair->pair->index) < 0;
     TB_TRY(get_local(f, p, &local));
-    TB_TRY(p->encode ? locate_encoded(f, p, &local, t) : locate_plain(f, p, &local, t));
+    if (!is_outside)
+        TB_TRY(p->encode ? locate_encoded(f, p, &local, t) : locate_plain(f, p, &local, t));
     return p->layout ? tb_layout_format(p->layout, layout) : TB_OK;
 }
 
@@ -218,18 +241,22 @@ static tb_status add_client_tensor(filling *f, const tb__tensor_payload *p) {
     return TB_OK;
 }
 
-static tb_status choose_pair(filling *f, const char *name) {
+static bool is_of(const agent_batch_pair *p, const char *name, const char *side) {
+    return strcmp(p->pair->name, name) == 0 && strcmp(p->pair->local, side) == 0;
+}
+
+static tb_status choose_pair(filling *f, const char *name, const char *side) {
     const agent_batch *b = f->job->batch;
-    if (f->batch_pair && strcmp(f->batch_pair->pair->name, name) == 0)
+    if (f->batch_pair && is_of(f->batch_pair, name, side))
         return TB_OK;
     tb_layout_destroy(f->layout);
     f->layout = NULL;
     f->batch_pair = NULL;
     for (size_t i = 0; i < b->batch_pairs.count && !f->batch_pair; i++) {
-        if (strcmp(b->batch_pairs.item[i].pair->name, name) == 0)
+        if (is_of(&b->batch_pairs.item[i], name, side))
             f->batch_pair = &b->batch_pairs.item[i];
     }
-    return f->batch_pair ? tb_layout_parse(f->batch_pair->pair->layout, &f->layout)
+    return f->batch_pair ? tb__pair_layout_parse(f->batch_pair->pair->layout, f->batch_pair->pair->index, &f->layout)
                          : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
 }
 
@@ -239,7 +266,7 @@ static tb_status add_all_tensors(filling *f) {
         tb__tensor_payload p;
         if (entries->item[i].payload.nbytes == 0)
             continue; /* the pair is added below */
-        TB_TRY(choose_pair(f, entries->item[i].pair_name));
+        TB_TRY(choose_pair(f, entries->item[i].pair_name, tb__agent_side_of(f->job, i)));
         tb_status status = tb__tensor_decode(entries->item[i].payload, f->layout, &f->job->arena, &p);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor %zu", i);
@@ -262,8 +289,33 @@ static void set_registering(agent_batch *b, tb_batch *batch) {
     pthread_mutex_unlock(&b->lock);
 }
 
+/* The client looks at the mark when this process has ended: whether it may have been writing. */
+static tb_status map_mark(filling *f) {
+    agent_job *job = f->job;
+    const tb__message *m = &job->message;
+    agent_batch *b = job->batch;
+    size_t size = sizeof *f->batch->mark;
+    if (!m->mark.is_set || b->mark_file)
+        return TB_OK;
+    if (m->mark.value >= job->nfds)
+        return tb__fail(TB_INVALID, "the mark is in descriptor %" PRIu64 ", but %zu came with the command",
+                        m->mark.value, job->nfds);
+    pthread_mutex_lock(&job->session->process_lock);
+    tb_status status = tb__client_process_map_file(&job->session->process, job->fds[m->mark.value], &b->mark_file);
+    pthread_mutex_unlock(&job->session->process_lock);
+    TB_TRY(status);
+    if (!b->mark_file->base)
+        return tb__fail(TB_DENIED, "the mark is in memory that is not sealed against shrinking");
+    if (b->mark_file->nbytes < size || m->mark_offset > b->mark_file->nbytes - size || m->mark_offset % size != 0)
+        return tb__fail(TB_INVALID, "the mark at %" PRIu64 " is not in its memory, which has %zu bytes", m->mark_offset,
+                        b->mark_file->nbytes);
+    f->batch->mark = (_Atomic uint32_t *)((char *)b->mark_file->base + m->mark_offset);
+    return TB_OK;
+}
+
 static tb_status fill_batch(filling *f) {
     agent_batch *b = f->job->batch;
+    TB_TRY(map_mark(f));
     TB_TRY(add_all_tensors(f));
     f->job->message.tensors = f->job->message.memories = (tb__entries){0};
     tb__agent_job_drop_frame(f->job); /* registering may take long */
@@ -278,7 +330,7 @@ static void undo_round(agent_batch *b) {
     for (size_t i = 0; i < b->batch_pairs.count; i++) {
         if (b->batch_pairs.item[i].round != b->round)
             continue;
-        (void)tb_batch_remove_pair(b->batch, b->batch_pairs.item[i].held); /* fails if the pair was not added yet */
+        (void)tb_batch_remove_pair(b->batch, b->batch_pairs.item[i].held); /* fails if the pair is not there */
         tb__agent_mirrors_drop(b, b->batch_pairs.item[i].held);
     }
     drop_files(b, b->round);
@@ -290,7 +342,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                  .files = tb__calloc(job->nfds, sizeof *f.files),
                  .memories = tb__calloc(m->memories.count, sizeof *f.memories)};
     tb_batch_opts opts = {.size = sizeof opts,
-                          .bucket_size = (int64_t)m->bucket_size,
+                          .bucket_size = m->bucket_size.is_set ? (int64_t)m->bucket_size.value : 1,
                           .staging_bytes = (int64_t)m->staging_bytes,
                           .group_window = (uint32_t)m->group_window,
                           .max_in_flight = (uint32_t)m->max_in_flight,

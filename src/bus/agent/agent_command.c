@@ -54,6 +54,7 @@ static void free_agent_batch(agent_batch *b) {
     for (size_t i = 0; i < b->batch_pairs.count; i++)
         release_batch_pair(b, &b->batch_pairs.item[i]);
     pthread_mutex_destroy(&b->lock);
+    pthread_cond_destroy(&b->unused);
     LIST_REMOVE(b, link);
     free(b->batch_pairs.item);
     free(b->id);
@@ -87,10 +88,8 @@ static void begin_ending_batch(agent_batch *b) {
             tb__transfer_begin_cancel(b->transfers[i]);
     }
     pthread_mutex_unlock(&b->lock);
-    if (!b->batch || b->is_changing) {
-        atomic_store(&b->is_cancelled, true);
-        tb__world_wake_waiters(b->session->agent->world);
-    }
+    atomic_store(&b->is_cancelled, true);
+    tb__world_wake_waiters(b->session->agent->world);
     if (b->njobs == 0)
         end_batch(b);
 }
@@ -100,9 +99,11 @@ void tb__agent_batch_job_ended(agent_batch *b) {
         end_batch(b);
 }
 
-static size_t find_batch_pair(const agent_batch *b, const char *pair) {
+/* `local` NULL: whichever side it is. */
+static size_t find_batch_pair(const agent_batch *b, const char *pair, const char *local) {
     size_t i = 0;
-    while (i < b->batch_pairs.count && strcmp(b->batch_pairs.item[i].pair->name, pair) != 0)
+    while (i < b->batch_pairs.count && (strcmp(b->batch_pairs.item[i].pair->name, pair) != 0 ||
+                                        (local && strcmp(b->batch_pairs.item[i].pair->local, local) != 0)))
         i++;
     return i;
 }
@@ -128,19 +129,65 @@ static tb_status add_client_pairs(const agent_job *job, agent_batch *b) {
                : tb__fail(TB_INVALID, "batch '%.100s' has no tensors, and its client has made no pair", b->id);
 }
 
-/* Adds the pairs of the tensors, none of which may be from an earlier round. */
-static tb_status add_named_pairs(const agent_job *job, agent_batch *b) {
+const char *tb__agent_side_of(const agent_job *job, size_t tensor) {
+    return job->message.sides.item[tensor];
+}
+
+/* The group for which the client has made the pair: the agent's own, if it has for that. */
+static tb_status find_side(const agent_job *job, const char *pair, const char **out) {
+    const tb__agent *agent = job->agent;
+    const agent_pair *found = tb__agent_find_pair(agent, pair, agent->group);
+    for (const agent_pair *p = LIST_FIRST(&agent->pairs); p && (!found || strcmp(found->local, agent->group) != 0);
+         p = LIST_NEXT(p, link)) {
+        if (strcmp(p->name, pair) != 0 || !tb__agent_pair_has_user(p, job->session))
+            continue;
+        if (found)
+            return tb__fail(TB_INVALID,
+                            "pair '%.100s' was made for group '%s' and for group '%s'; pass 'sides' to say for which "
+                            "the tensors are",
+                            pair, found->local, p->local);
+        found = p;
+    }
+    *out = found ? found->local : agent->group;
+    return TB_OK;
+}
+
+/* Sides that the command leaves out. */
+static tb_status complete_sides(agent_job *job) {
     const tb__entries *tensors = &job->message.tensors;
-    const char *last = NULL;
+    if (job->message.sides.count > 0 || tensors->count == 0)
+        return TB_OK;
+    const char **sides = tb__arena_alloc(&job->arena, tensors->count, sizeof *sides);
+    if (!sides)
+        return TB_NO_MEMORY;
     for (size_t i = 0; i < tensors->count; i++) {
-        const char *name = tensors->item[i].pair_name;
-        if (last && strcmp(last, name) == 0)
+        if (i > 0 && strcmp(tensors->item[i].pair_name, tensors->item[i - 1].pair_name) == 0)
+            sides[i] = sides[i - 1];
+        else
+            TB_TRY(find_side(job, tensors->item[i].pair_name, &sides[i]));
+    }
+    job->message.sides = (tb__texts){tensors->count, sides};
+    return TB_OK;
+}
+
+/* Adds the pairs of the tensors, none of which may be from an earlier round. */
+static tb_status add_named_pairs(agent_job *job, agent_batch *b) {
+    const tb__entries *tensors = &job->message.tensors;
+    const char *last = NULL, *last_side = NULL;
+    TB_TRY(complete_sides(job));
+    if (job->message.sides.count != tensors->count)
+        return tb__fail(TB_INVALID, "RegisterTensors has %zu tensors, and the sides of %zu", tensors->count,
+                        job->message.sides.count);
+    for (size_t i = 0; i < tensors->count; i++) {
+        const char *name = tensors->item[i].pair_name, *side = tb__agent_side_of(job, i);
+        if (last && strcmp(last, name) == 0 && strcmp(last_side, side) == 0)
             continue; /* like most */
         last = name;
-        agent_pair *p = tb__agent_find_pair(job->agent, name);
+        last_side = side;
+        agent_pair *p = tb__agent_find_pair(job->agent, name, side);
         if (!p || p->state != PAIR_MADE)
             return tb__fail(TB_INVALID, "there is no pair '%.100s'", name);
-        size_t known = find_batch_pair(b, name);
+        size_t known = find_batch_pair(b, name, side);
         if (known < b->batch_pairs.count && b->batch_pairs.item[known].round == b->round)
             continue;
         if (known < b->batch_pairs.count)
@@ -209,6 +256,7 @@ static void begin_register(agent_job *job) {
         return;
     }
     pthread_mutex_init(&b->lock, NULL);
+    pthread_cond_init(&b->unused, NULL);
     b->session = job->session;
     b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
@@ -231,15 +279,18 @@ static tb_status run_remove_pair(agent_job *job) {
 }
 
 static void finish_remove_pair(agent_job *job) {
-    if (job->status == TB_OK)
-        remove_batch_pair(job->batch, job->leaving);
+    agent_batch *b = job->batch;
+    for (size_t i = b->batch_pairs.count; i-- > 0 && job->status == TB_OK;) { /* both sides of it */
+        if (strcmp(b->batch_pairs.item[i].pair->name, job->message.pair_name) == 0)
+            remove_batch_pair(b, i);
+    }
     end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
 }
 
 /* Removes one pair from the batch. */
 static void begin_remove_pair(agent_job *job, agent_batch *b) {
     const char *pair = job->message.pair_name;
-    size_t i = find_batch_pair(b, pair);
+    size_t i = find_batch_pair(b, pair, NULL);
     tb_status status = !b->batch ? tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id)
                        : i == b->batch_pairs.count
                            ? tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->id)
@@ -269,57 +320,75 @@ static void begin_cleanup(agent_job *job) {
 
 static void reply_report(agent_job *job) {
     char *report = NULL;
+    tb__plans_state plans;
     tb_status status = tb__agent_make_report(job->agent, job->session, &report);
+    tb__plans_query(job->agent->world, &plans);
     if (status == TB_OK)
-        job->reply.report = (tb__blob){(const uint8_t *)report, strlen(report)};
+        job->reply = (tb__message){.report = {(const uint8_t *)report, strlen(report)},
+                                   .plan_hits = tb__some_uint(plans.hits),
+                                   .plan_misses = tb__some_uint(plans.misses),
+                                   .plan_bytes = tb__some_uint(plans.nbytes)};
     tb__agent_job_end(job, status);
     free(report);
 }
 
-/* ---- All of them ----------------------------------------------------------------------------------------------- */
-
-/* Commands that start a thread, or wait for one: their number is limited. */
-static bool may_wait(const tb__message *m) {
-    return m->kind == TB__INIT_PAIR || m->kind == TB__REGISTER_TENSORS || m->kind == TB__TRANSFER ||
-           (m->kind == TB__CLEANUP_BATCH && m->pair_name);
+static void reply_dump(agent_job *job) {
+    char *text = NULL;
+    agent_batch *b;
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status == TB_OK && !b->batch)
+        status = tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
+    if (status == TB_OK)
+        status = tb_batch_dump(b->batch, job->message.direction == TB__SEND, &text);
+    if (status == TB_OK)
+        job->reply.report = (tb__blob){(const uint8_t *)text, strlen(text)};
+    tb__agent_job_end(job, status);
+    free(text);
 }
 
-void tb__agent_run_command(agent_job *job) {
-    job->deadline_ms = tb__now_ms() + tb__agent_job_timeout(job);
-    tb_status status = may_wait(&job->message) ? tb__agent_job_begin(job) : TB_OK;
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
+bool tb__agent_find_seat(const tb__agent *agent, const char *group, tb__membership *out) {
+    tb__loop_lock(agent->world->loop); /* seats may be added meanwhile */
+    const tb__membership *known = tb__world_find_membership(agent->world, group);
+    *out = known ? *known : (tb__membership){0};
+    tb__loop_unlock(agent->world->loop);
+    return known;
+}
+
+/* A seat that the agent has stays its own: others of its clients may use it, too. */
+tb_status tb__agent_enter(tb__agent *agent, const char *group, int32_t index, int32_t size) {
+    tb__membership seat;
+    tb_status status = TB_OK;
+    pthread_mutex_lock(&agent->enter_lock); /* clients may ask for one group at the same time */
+    if (!tb__agent_find_seat(agent, group, &seat))
+        status = tb_world_enter(agent->world, group, index, size);
+    else if (seat.index != index || seat.size != size)
+        status = tb__fail(TB_CONFLICT,
+                          "the agent has seat %" PRId32 " of %" PRId32 " in group '%.100s', not seat %" PRId32
+                          " of %" PRId32,
+                          seat.index, seat.size, group, index, size);
+    pthread_mutex_unlock(&agent->enter_lock);
+    return status;
+}
+
+static tb_status run_enter(agent_job *job) {
+    const tb__message *m = &job->message;
+    return tb__agent_enter(job->agent, m->group_name, (int32_t)m->seat, (int32_t)m->seats);
+}
+
+/* A client that has gone is not waited for. */
+static tb_status run_await_members(agent_job *job) {
+    enum { LOOK_MS = 200 };
+    tb_status status = TB_TIMEOUT;
+    while (status == TB_TIMEOUT && !atomic_load(&job->session->is_gone)) {
+        int left_ms = tb__ms_until(job->deadline_ms);
+        status = tb_world_wait(job->agent->world, job->message.group_name,
+                               left_ms < 1         ? 1
+                               : left_ms < LOOK_MS ? left_ms
+                                                   : LOOK_MS);
+        if (left_ms == 0)
+            break;
     }
-    switch (job->message.kind) {
-    case TB__INIT_PAIR:
-        tb__agent_init_pair(job);
-        break;
-    case TB__REGISTER_TENSORS:
-        begin_register(job);
-        break;
-    case TB__TRANSFER:
-        tb__agent_begin_transfer(job);
-        break;
-    case TB__QUERY_STATUS:
-        tb__agent_query_status(job);
-        break;
-    case TB__CLEANUP_BATCH:
-        begin_cleanup(job);
-        break;
-    case TB__PROCEED:
-        tb__agent_proceed(job);
-        break;
-    case TB__INSPECT:
-        reply_report(job);
-        break;
-    case TB__HELLO:
-    case TB__REPLY:
-    case TB__EVENT:
-    case TB__MESSAGE_KINDS:
-        tb__agent_job_end(job, tb__fail(TB_INVALID, "message %d is not a command", (int)job->message.kind));
-        break;
-    }
+    return status;
 }
 
 static void finish_register(agent_job *job) {
@@ -342,15 +411,72 @@ static void finish_register(agent_job *job) {
     tb__agent_batch_job_ended(b);
 }
 
-void tb__agent_finish_command(agent_job *job) {
-    if (job->message.kind == TB__INIT_PAIR)
-        tb__agent_finish_init_pair(job);
-    else if (job->message.kind == TB__REGISTER_TENSORS)
-        finish_register(job);
-    else if (job->message.kind == TB__CLEANUP_BATCH)
-        finish_remove_pair(job);
+/* Enter, AwaitMembers, AwaitTensors, Invalidate */
+static void finish_other(agent_job *job) {
+    agent_batch *b = job->batch;
+    for (size_t i = 0; i < job->batches.count; i++)
+        tb__agent_batch_job_ended(job->batches.item[i]);
+    job->batches.count = 0;
+    tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
+    if (b)
+        tb__agent_batch_job_ended(b);
+}
+
+/* ---- All of them ----------------------------------------------------------------------------------------------- */
+
+static const struct command {
+    void (*begin)(agent_job *job);    /* NULL: it only runs: */
+    tb_status (*run)(agent_job *job); /* in a thread of its own */
+    void (*finish)(agent_job *job);   /* when its thread has ended */
+    bool may_wait;                    /* it starts a thread, or waits for one: their number is limited */
+    bool is_new;                      /* it begins something, which a stopping agent does not */
+} commands[TB__MESSAGE_KINDS] = {
+    [TB__INIT_PAIR] = {tb__agent_init_pair, NULL, tb__agent_finish_init_pair, true, true},
+    [TB__REGISTER_TENSORS] = {begin_register, NULL, finish_register, true, true},
+    [TB__TRANSFER] = {tb__agent_begin_transfer, NULL, tb__agent_finish_transfer, true, true},
+    [TB__QUERY_STATUS] = {.begin = tb__agent_query_status, .finish = tb__agent_finish_query},
+    [TB__CLEANUP_BATCH] = {.begin = begin_cleanup, .finish = finish_remove_pair},
+    [TB__PROCEED] = {.begin = tb__agent_proceed},
+    [TB__INSPECT] = {.begin = reply_report},
+    [TB__ENTER] = {NULL, run_enter, finish_other, true, true},
+    [TB__AWAIT_MEMBERS] = {NULL, run_await_members, finish_other, true, true},
+    [TB__CLEANUP_PAIR] = {.begin = tb__agent_cleanup_pair},
+    [TB__AWAIT_TENSORS] = {tb__agent_await_tensors, NULL, finish_other, true, false},
+    [TB__CANCEL] = {.begin = tb__agent_cancel},
+    [TB__INVALIDATE] = {tb__agent_invalidate, NULL, finish_other, true, false},
+    [TB__DUMP] = {.begin = reply_dump},
+};
+
+static tb_status check_command(agent_job *job) {
+    const tb__message *m = &job->message;
+    const struct command *c = &commands[m->kind];
+    const char *name = tb__message_schema(m->kind)->name;
+    if (!c->begin && !c->run)
+        return tb__fail(TB_INVALID, "a %s is not a command", name);
+    if (m->kind >= TB__ENTER && job->session->protocol < 2)
+        return tb__fail(TB_INVALID, "a %s is a command of version 2 of the protocol; this client speaks version 1",
+                        name);
+    if (job->agent->is_stopping && c->is_new)
+        return tb__fail(TB_REFUSED, "the agent is stopping");
+    bool removes_pair = m->kind == TB__CLEANUP_BATCH && m->pair_name;
+    bool asks_group = m->kind == TB__QUERY_STATUS && m->question;
+    return c->may_wait || removes_pair || asks_group ? tb__agent_job_begin(job) : TB_OK;
+}
+
+void tb__agent_run_command(agent_job *job) {
+    const struct command *c = &commands[job->message.kind];
+    job->deadline_ms = tb__now_ms() + tb__agent_job_timeout(job);
+    tb_status status = check_command(job);
+    if (status != TB_OK)
+        tb__agent_job_end(job, status);
+    else if (c->begin)
+        c->begin(job);
     else
-        tb__agent_finish_transfer(job);
+        tb__agent_job_start(job, c->run);
+}
+
+void tb__agent_finish_command(agent_job *job) {
+    commands[job->message.kind].finish(job);
 }
 
 void tb__agent_drop_client(tb__agent *agent, agent_session *s) {

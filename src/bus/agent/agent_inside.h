@@ -20,10 +20,12 @@
 #include <sys/queue.h>
 
 enum {
-    TB__AGENT_MAX_FDS = 4096,       /* of one frame */
-    TB__AGENT_MAX_COMMANDS = 64,    /* commands of a client that run */
-    TB__AGENT_MAX_THREADS = 1024,   /* commands of all clients that run; each has a thread */
-    TB__AGENT_MAX_BACKGROUND = 64,  /* background jobs that run; the others wait */
+    TB__AGENT_MAX_FDS = 4096,      /* of one frame */
+    TB__AGENT_MAX_COMMANDS = 64,   /* commands of a client that run */
+    TB__AGENT_MAX_THREADS = 1024,  /* commands of all clients that run; each has a thread */
+    TB__AGENT_MAX_BACKGROUND = 64, /* background jobs that run; the others wait */
+    TB__AGENT_BEGUN = 1 << 8,
+    TB__AGENT_PROGRESS = 1 << 9,
     TB__AGENT_MAX_HELD = 256 << 20, /* bytes of a client's frames in use; beyond it, nothing is read from the client */
 };
 
@@ -47,9 +49,11 @@ typedef struct agent_session {
     char *denial; /* why the connection is refused, which the reply to its Hello says; NULL: it is not */
     tb_status denied_with;
     bool has_greeted;
+    uint64_t protocol;   /* the version that the client speaks */
     bool is_closing;     /* it is closed when all replies are sent */
-    bool is_gone;        /* nothing is read or sent any more; the loop releases what it has ... */
-    bool has_released;   /* ... and it stays until its last job has ended */
+    atomic_bool is_gone; /* nothing is read or sent any more; the loop releases what it has ... */
+    bool has_released;   /* ... and it stays until its last job has ended. Then the connection is closed: the client's
+                            memory is not used any more */
     int64_t deadline_ms; /* for its Hello, and, when is_closing, for taking its replies */
     char *name;
     tb__client_process process;
@@ -71,7 +75,8 @@ typedef struct agent_session {
 typedef struct agent_pair {
     LIST_ENTRY(agent_pair) link;
     tb__agent *agent;
-    char *name, *remote, *layout;
+    char *name, *local, *remote, *layout;
+    int32_t index; /* the agent's seat in the group `local` */
     enum {
         PAIR_MAKING,
         PAIR_MADE,
@@ -89,9 +94,11 @@ typedef struct agent_pair {
     uint64_t moved[2];            /* bytes that were received and sent */
 } agent_pair;
 
-/* A copy of client memory that can't be mapped, which only process_vm_readv and process_vm_writev reach. */
+/* A copy of client memory that can't be mapped: process_vm_readv and process_vm_writev reach it, or pread and pwrite.
+ */
 typedef struct agent_mirror {
-    uint64_t address;
+    const tb__client_file *file; /* NULL: it is at the client's address */
+    uint64_t at;                 /* the address, or where it is in the file */
     size_t nbytes;
     char *data;                    /* tb_alloc's */
     TB_VEC(const tb_pair *) users; /* the pairs with tensors in it */
@@ -107,6 +114,7 @@ typedef struct agent_batch_pair {
     tb_status status;      /* of the last transfer ... */
     char why[TB__WHY_MAX]; /* ... and its error message */
     uint64_t version;      /* of the last completed transfer; for a receive, delivered to the client */
+    uint64_t received;     /* the same of receives only */
     uint64_t committed;    /* the version that the tensors here have; the client has it, too, unless is_undelivered */
     bool is_undelivered;   /* writing the client's memory failed, perhaps half-way */
     bool is_torn;
@@ -133,21 +141,29 @@ typedef struct agent_batch {
     TB_VEC(agent_file) files;
     TB_VEC(agent_memory_use) memories;
     TB_VEC(agent_mirror) mirrors;
+    /* The file with the batch's mark; NULL: there is none. */
+    tb__client_file *mark_file;
     uint64_t round;            /* the number of RegisterTensors */
     bool is_changing;          /* pairs are being added or removed */
     size_t njobs;              /* that use it */
     agent_job *cleanup_job;    /* the job that is answered when the batch is gone */
-    atomic_bool is_cancelled;  /* a registration that is under way has to end */
+    atomic_bool is_cancelled;  /* a registration or question that is under way has to end */
     pthread_mutex_t lock;      /* guards what follows */
+    pthread_cond_t unused;     /* one of nusers, or is_delivering, has changed */
     tb_batch *registering;     /* the batch, while it or a further pair is being registered */
     bool is_ending;            /* to be destroyed when its last job has ended */
     char devices[128];         /* that its tensors are on: "host,cuda:0" */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
+    bool is_given_up[2];       /* it has to end */
+    size_t nusers[2];          /* other jobs that use transfers[] ... */
+    uint64_t ngroups;          /* ... and how many groups of tensors they have written to the client's memory */
+    bool is_delivering;        /* the client's memory is being written */
     tb_transfer_state last;    /* the state of the last one that ended ... */
     bool was_send;             /* ... and its direction */
     uint64_t version;          /* the last that all pairs had together */
     bool is_mixed;             /* the pairs' versions differ */
+    tb_batch_state received;   /* of receives only, as far as the client has it */
     bool is_abandoned;         /* the client's connection has ended: its memory must not be written any more */
     char error[TB__WHY_MAX];   /* of the last one, if it failed */
 } agent_batch;
@@ -171,13 +187,17 @@ struct agent_job {
     tb_pair *made; /* for it */
     agent_batch *batch;
     tb_batch *registered;             /* for it */
+    bool signal;                      /* QueryStatus: the group's */
     size_t leaving;                   /* index of the pair that is being removed */
     int64_t *moved;                   /* bytes moved, by pair of the batch; NULL: unknown */
     unsigned told;                    /* events that were sent to the client */
+    bool is_unwanted;                 /* InitPair: the client has cleaned up the pair meanwhile */
+    TB_VEC(agent_batch *) batches;    /* Invalidate: those that may use the memory */
     agent_job *next_raised;           /* guarded by done_lock, like what follows */
     bool is_raised;                   /* it is in raised_jobs ... */
-    unsigned raised;                  /* ... because of these events */
+    unsigned raised;                  /* ... because of these events, or TB__AGENT_BEGUN, TB__AGENT_PROGRESS */
     uint64_t attempt;                 /* 0: not known yet */
+    tb_transfer_state now;            /* its last progress */
     tb_status (*run)(agent_job *job); /* in a thread of its own */
     void (*work)(void *arg);          /* instead of `run`, of background work: in the thread ... */
     void (*after)(void *arg);         /* ... and in the loop */
@@ -212,9 +232,10 @@ struct tb__agent {
     LIST_HEAD(agent_pairs, agent_pair) pairs;
     LIST_HEAD(agent_batches, agent_batch) batches;
     size_t njobs;
-    size_t nbegun;         /* among them: commands that wait for others */
-    size_t nbackground;    /* background jobs that run ... */
-    agent_job *background; /* ... and those that wait */
+    size_t nbegun;              /* among them: commands that wait for others */
+    size_t nbackground;         /* background jobs that run ... */
+    agent_job *background;      /* ... and those that wait */
+    pthread_mutex_t enter_lock; /* while a group is entered */
     pthread_mutex_t done_lock;
     agent_job *done;        /* jobs whose threads have ended */
     agent_job *raised_jobs; /* jobs with events to send; the newest first */
@@ -247,6 +268,12 @@ bool tb__agent_session_keep_fds(agent_session *session);
 
 /* agent_command.c: runs a command. Takes over the job, and answers it, now or later. */
 void tb__agent_run_command(agent_job *job);
+/* The agent's seat in a group; false: it has none. In any thread. */
+bool tb__agent_find_seat(const tb__agent *agent, const char *group, tb__membership *out);
+/* Enters a group, unless the agent has this seat. Waits for the store: in a job's thread. */
+tb_status tb__agent_enter(tb__agent *agent, const char *group, int32_t index, int32_t size);
+/* The local group of the pair of a tensor in a RegisterTensors whose pairs were found. */
+const char *tb__agent_side_of(const agent_job *job, size_t tensor);
 /* The client's batch of this name, unless it is ending. */
 tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out);
 void tb__agent_batch_job_ended(agent_batch *batch); /* a job of the batch has ended */
@@ -260,7 +287,13 @@ void tb__agent_begin_transfer(agent_job *job);
 void tb__agent_finish_transfer(agent_job *job);
 void tb__agent_send_events(agent_job *job); /* sends the events that it has raised */
 void tb__agent_query_status(agent_job *job);
+void tb__agent_finish_query(agent_job *job);
 void tb__agent_proceed(agent_job *job);
+void tb__agent_cancel(agent_job *job);
+void tb__agent_await_tensors(agent_job *job);
+
+/* agent_invalidate.c */
+void tb__agent_invalidate(agent_job *job);
 
 /* agent_outcome.c: the results of transfers, by pair. */
 /* Writes to the client's memory the versions that are committed here and not delivered: of receives whose outcome was
@@ -275,6 +308,14 @@ tb_status tb__agent_record_end(agent_batch *batch, const tb_transfer *transfer, 
 void tb__agent_update_version(agent_batch *batch);
 /* Adds the pairs' results to the reply, in the job's arena; leaves them out if there is no memory. */
 void tb__agent_put_outcomes(agent_job *job, agent_batch *batch, tb__message *reply);
+/* Writes to the client's memory what has arrived of groups of tensors up to this one. */
+tb_status tb__agent_deliver_groups(agent_batch *batch, uint32_t group);
+/* Adds the state of a transfer to the message, of all pairs and by pair, in the job's arena; leaves it out if there is
+ * no memory. `events` is what the client sees. NULL: there is none, and only what was received is told. */
+void tb__agent_put_states(agent_job *job, agent_batch *batch, const tb_transfer *transfer, unsigned events,
+                          tb__message *message);
+/* What the client has received. */
+tb_batch_state tb__agent_get_received(agent_batch *batch);
 /* Records the bytes moved through each pair, if there is memory for it. */
 void tb__agent_record_moved(agent_job *job, const tb_transfer *transfer);
 bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held */
@@ -282,7 +323,8 @@ bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held 
 /* agent_pair.c */
 void tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
-agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name);
+void tb__agent_cleanup_pair(agent_job *job);
+agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name, const char *local);
 bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
 void tb__agent_pair_remove_batch(agent_pair *pair); /* a batch that had the pair has ended */
 void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *session);
@@ -322,14 +364,15 @@ tb_status tb__agent_map_memory(agent_job *job, size_t index, agent_memory **out)
 void tb__agent_drop_memories(agent_batch *batch, uint64_t round); /* of this RegisterTensors; 0: all */
 
 /* agent_mirror.c */
-/* Finds or makes the mirror of these bytes of the client, for a tensor of the pair. */
-tb_status tb__agent_get_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb_pair *pair,
-                               agent_mirror **out);
+/* Finds or makes the mirror of these bytes of the client, or of its file, for a tensor of the pair. */
+tb_status tb__agent_get_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb__client_file *file,
+                               const tb_pair *pair, agent_mirror **out);
 /* Frees mirrors that only this pair has used. */
 void tb__agent_mirrors_drop(agent_batch *batch, const tb_pair *pair);
-/* Copies all mirrors from the client; and to the client, what was received through a pair. */
+/* Copies all mirrors from the client; and to the client, what was received through a pair: of the groups of tensors
+ * from `first` to before `last`. */
 tb_status tb__agent_read_mirrors(const agent_batch *batch);
-tb_status tb__agent_write_mirrors(const agent_batch *batch, const tb_pair *pair);
+tb_status tb__agent_write_mirrors(const agent_batch *batch, const tb_pair *pair, uint64_t first, uint64_t last);
 /* Whether all of the batch's memory is mirrored, and whether any is. */
 bool tb__agent_is_mirrored(const agent_batch *batch);
 bool tb__agent_has_mirrors(const agent_batch *batch);

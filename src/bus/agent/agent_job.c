@@ -55,8 +55,10 @@ void tb__agent_job_trim(agent_job *job) {
         kept = tb__arena_alloc(&job->arena, nbytes, 1);
         if (!kept)
             return; /* then the whole frame is kept */
-        memcpy(kept, m->mesh.data, m->mesh.nbytes);
-        memcpy(kept + m->mesh.nbytes, m->placements.data, m->placements.nbytes);
+        if (m->mesh.nbytes > 0)
+            memcpy(kept, m->mesh.data, m->mesh.nbytes);
+        if (m->placements.nbytes > 0)
+            memcpy(kept + m->mesh.nbytes, m->placements.data, m->placements.nbytes);
         m->mesh.data = kept;
         m->placements.data = kept + m->mesh.nbytes;
     }
@@ -133,6 +135,7 @@ static void free_job(agent_job *job) {
     for (size_t i = 0; i < job->nfds; i++)
         close(job->fds[i]);
     free(job->fds);
+    free(job->batches.item);
     tb__arena_fini(&job->arena);
     tb__agent_job_drop_frame(job);
     job->agent->njobs--;

@@ -10,19 +10,24 @@
 
 enum { PIECES = TB__CLIENT_PROCESS_PIECES };
 
-static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_mirror **out) {
+static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, const tb__client_file *file,
+                             agent_mirror **out) {
+    uint64_t at = file ? m->offset : m->address;
     for (size_t i = 0; i < b->mirrors.count; i++) {
         agent_mirror *known = &b->mirrors.item[i];
-        if (known->address == m->address && known->nbytes == m->nbytes) {
+        if (known->file != file)
+            continue;
+        if (known->at == at && known->nbytes == m->nbytes) {
             *out = known;
             return TB_OK;
         }
-        if (m->address < known->address + known->nbytes && known->address < m->address + m->nbytes)
+        if (at < known->at + known->nbytes && known->at < at + m->nbytes)
             return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
                                         "tb_alloc");
     }
-    TB_TRY(tb__client_process_check_memory(&b->session->process, m->address, m->nbytes));
-    agent_mirror new = {.address = m->address, .nbytes = m->nbytes};
+    if (!file)
+        TB_TRY(tb__client_process_check_memory(&b->session->process, m->address, m->nbytes));
+    agent_mirror new = {.file = file, .at = at, .nbytes = m->nbytes};
     TB_TRY(tb_alloc(new.nbytes, (void **)&new.data));
     if (!tb__vec_push(&b->mirrors, new)) {
         tb_free(new.data);
@@ -32,9 +37,10 @@ static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_
     return TB_OK;
 }
 
-tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, const tb_pair *pair, agent_mirror **out) {
+tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, const tb__client_file *file,
+                               const tb_pair *pair, agent_mirror **out) {
     agent_mirror *mirror;
-    TB_TRY(find_mirror(b, m, &mirror)); /* mirrors must not overlap, because each is read as a whole */
+    TB_TRY(find_mirror(b, m, file, &mirror)); /* mirrors must not overlap, because each is read as a whole */
     size_t i = 0;
     while (i < mirror->users.count && mirror->users.item[i] != pair)
         i++;
@@ -72,7 +78,10 @@ bool tb__agent_has_mirrors(const agent_batch *b) {
 }
 
 bool tb__agent_is_mirrored(const agent_batch *b) {
-    return b->mirrors.count > 0 && b->files.count == 0 && b->memories.count == 0;
+    bool is_mapped = b->memories.count > 0;
+    for (size_t i = 0; i < b->files.count; i++)
+        is_mapped |= b->files.item[i].file->base != NULL;
+    return b->mirrors.count > 0 && !is_mapped;
 }
 
 void tb__agent_mirrors_free(agent_batch *b) {
@@ -84,9 +93,12 @@ void tb__agent_mirrors_free(agent_batch *b) {
 }
 
 tb_status tb__agent_read_mirrors(const agent_batch *b) {
+    if (b->mirrors.count > 0 && tb__batch_has_invalidated(b->batch))
+        return TB_OK; /* the transfer says so */
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = &b->mirrors.item[i];
-        TB_TRY(tb__client_process_read(&b->session->process, m->address, m->data, m->nbytes));
+        TB_TRY(m->file ? tb__client_file_read(m->file, m->at, m->data, m->nbytes)
+                       : tb__client_process_read(&b->session->process, m->at, m->data, m->nbytes));
     }
     return TB_OK;
 }
@@ -97,22 +109,28 @@ tb_status tb__agent_read_mirrors(const agent_batch *b) {
 typedef struct writer {
     const tb__client_process *process;
     const tb__added_tensor *tensor;
-    const char *base; /* of the offsets, here ... */
-    uint64_t address; /* ... and in the process */
+    const char *base;            /* of the offsets, here ... */
+    const tb__client_file *file; /* ... and in this file, or, if it is NULL, in the process */
+    uint64_t at;
     size_t offsets[PIECES], count, nbytes;
 } writer;
 
 static tb_status flush_pieces(writer *w) {
     size_t count = w->count;
     w->count = 0;
-    return count ? tb__client_process_write(w->process, w->address, w->base, w->offsets, count, w->nbytes) : TB_OK;
+    if (count == 0)
+        return TB_OK;
+    return w->file ? tb__client_file_write(w->file, w->at, w->base, w->offsets, count, w->nbytes)
+                   : tb__client_process_write(w->process, w->at, w->base, w->offsets, count, w->nbytes);
 }
 
 /* Further pieces are in this memory area. */
 static tb_status choose_memory(writer *w, int memory, const void *base) {
     TB_TRY(flush_pieces(w));
     w->base = base;
-    w->address = (uint64_t)(uintptr_t)base + w->tensor->mirrored.shift[memory];
+    const tb__mirrored *m = &w->tensor->mirrored;
+    w->file = m->file[memory];
+    w->at = (uint64_t)(uintptr_t)base + (w->file ? m->file_shift : m->shift)[memory];
     return TB_OK;
 }
 
@@ -235,13 +253,19 @@ static tb_status write_tensor(writer *w) {
     return TB_OK;
 }
 
-tb_status tb__agent_write_mirrors(const agent_batch *b, const tb_pair *pair) {
+tb_status tb__agent_write_mirrors(const agent_batch *b, const tb_pair *pair, uint64_t first, uint64_t last) {
     const tb__added_tensor *const *tensors;
     size_t count;
     if (!tb__agent_has_mirrors(b))
         return TB_OK;
+    if (tb__batch_has_invalidated(b->batch))
+        return tb__fail(TB_INVALID, "memory of batch '%.100s' was invalidated", b->id);
+    if (b->batch->mark)
+        atomic_store(b->batch->mark, 1);
     tb__batch_get_received(b->batch, pair, &tensors, &count);
     for (size_t i = 0; i < count; i++) {
+        if (tensors[i]->group < first || tensors[i]->group >= last)
+            continue;
         writer w = {.process = &b->session->process, .tensor = tensors[i]};
         TB_TRY(write_tensor(&w));
         TB_TRY(flush_pieces(&w));

@@ -7,12 +7,36 @@
 
 /* ---- Delivery -------------------------------------------------------------------------------------------------- */
 
-static tb_status write_back_unless_abandoned(agent_batch *b, const tb_pair *pair) {
+/* Of the groups of tensors from `first` to before `last`. */
+static tb_status write_back_unless_abandoned(agent_batch *b, const tb_pair *pair, uint64_t first, uint64_t last) {
     pthread_mutex_lock(&b->lock);
     bool is_abandoned = b->is_abandoned;
+    while (b->is_delivering)
+        pthread_cond_wait(&b->unused, &b->lock);
+    b->is_delivering = !is_abandoned;
     pthread_mutex_unlock(&b->lock);
-    return is_abandoned ? tb__fail(TB_LOST, "the client of batch '%.100s' is gone", b->id)
-                        : tb__agent_write_mirrors(b, pair);
+    if (is_abandoned)
+        return tb__fail(TB_LOST, "the client of batch '%.100s' is gone", b->id);
+    tb_status status = tb__agent_write_mirrors(b, pair, first, last);
+    pthread_mutex_lock(&b->lock);
+    b->is_delivering = false;
+    pthread_cond_broadcast(&b->unused);
+    pthread_mutex_unlock(&b->lock);
+    return status;
+}
+
+/* With shadow, what has arrived is not in the tensors yet. */
+tb_status tb__agent_deliver_groups(agent_batch *b, uint32_t group) {
+    uint64_t last = (uint64_t)group + 1;
+    if (b->batch->opts.commit == TB_SHADOW || !tb__agent_has_mirrors(b))
+        return TB_OK;
+    pthread_mutex_lock(&b->lock);
+    uint64_t first = b->ngroups;
+    b->ngroups = last > first ? last : first;
+    pthread_mutex_unlock(&b->lock);
+    for (size_t i = 0; i < b->batch_pairs.count && first < last; i++)
+        TB_TRY(write_back_unless_abandoned(b, b->batch_pairs.item[i].held, first, last));
+    return TB_OK;
 }
 
 /* Whether the version is delivered already: a send and a receive may both check. */
@@ -24,13 +48,13 @@ static bool has_version(agent_batch *b, const agent_batch_pair *s, uint64_t vers
 }
 
 static tb_status deliver_version(agent_batch *b, agent_batch_pair *s, uint64_t version) {
-    tb_status status = write_back_unless_abandoned(b, s->held);
+    tb_status status = write_back_unless_abandoned(b, s->held, 0, UINT64_MAX);
     pthread_mutex_lock(&b->lock);
     s->committed = version;
     s->is_undelivered = status != TB_OK;
     s->is_torn = s->is_undelivered;
     if (status == TB_OK)
-        s->version = version;
+        s->version = s->received = version;
     pthread_mutex_unlock(&b->lock);
     return status;
 }
@@ -76,8 +100,8 @@ static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const 
     snprintf(s->why, sizeof s->why, "%s", s->status == TB_OK ? "" : detail);
     if (is_send && state.version > 0)
         s->version = state.version;
-    if (was_received)
-        s->is_torn = is_torn || s->is_undelivered;
+    if (was_received) /* if it has failed, groups that had arrived before are in the client's memory */
+        s->is_torn = is_torn || s->is_undelivered || (s->status != TB_OK && b->ngroups > 0);
     pthread_mutex_unlock(&b->lock);
     return delivered == TB_OK ? TB_OK : tb__fail(delivered, "%s", detail);
 }
@@ -103,7 +127,99 @@ void tb__agent_update_version(agent_batch *b) {
         tb__versions_add(&versions, b->batch_pairs.item[i].version);
     b->is_mixed = tb__versions_differ(&versions);
     tb__versions_update_common(&versions, &b->version);
+    bool is_torn = tb__agent_is_torn(b), is_delivered = true;
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        is_delivered &= !b->batch_pairs.item[i].is_undelivered;
     pthread_mutex_unlock(&b->lock);
+    tb_batch_state state = {.size = sizeof state};
+    if (!b->batch || tb_batch_query(b->batch, &state) != TB_OK)
+        return;
+    pthread_mutex_lock(&b->lock);
+    tb__versions received = TB__NO_VERSIONS;
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        tb__versions_add(&received, b->batch_pairs.item[i].received);
+    if (is_delivered)
+        b->received = state;
+    else
+        b->received.is_mixed = tb__versions_differ(&received);
+    b->received.is_torn = state.is_torn || is_torn;
+    b->received.is_in_doubt = state.is_in_doubt;
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* What is mirrored is received when it was delivered. */
+tb_batch_state tb__agent_get_received(agent_batch *b) {
+    tb_batch_state now = {.size = sizeof now}, state;
+    bool is_known = b->batch && !b->is_changing && tb_batch_query(b->batch, &now) == TB_OK;
+    if (is_known && !tb__agent_has_mirrors(b))
+        return now;
+    pthread_mutex_lock(&b->lock);
+    state = b->received;
+    pthread_mutex_unlock(&b->lock);
+    state.transfer_signal = now.transfer_signal;
+    return state;
+}
+
+static tb_status put_state(agent_job *job, const tb_transfer_state *state, unsigned events, tb__state_payload *p,
+                           tb__entry *out) {
+    tb__bytes bytes = {0};
+    p->status = state->status;
+    p->events = events;
+    p->attempt = state->attempt;
+    p->version = state->version;
+    p->bytes_done = (uint64_t)state->bytes_done;
+    p->bytes_total = (uint64_t)state->bytes_total;
+    p->groups_done = state->groups_done;
+    p->groups_total = state->groups_total;
+    p->seconds = tb__some_float(state->seconds);
+    for (int i = 0; i < TB_PHASE_COUNT; i++)
+        p->phase[i] = tb__some_float(state->phase[i]);
+    TB_TRY(tb__map_encode(&tb__state_schema, p, &bytes));
+    uint8_t *kept = tb__arena_alloc(&job->arena, bytes.count, 1);
+    if (kept)
+        memcpy(kept, bytes.item, bytes.count);
+    out->payload = (tb__blob){kept, bytes.count};
+    free(bytes.item);
+    return kept ? TB_OK : TB_NO_MEMORY;
+}
+
+void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, unsigned events, tb__message *out) {
+    size_t n = b->batch_pairs.count;
+    tb__entry *item = tb__arena_alloc(&job->arena, n + 1, sizeof *item);
+    tb_transfer_state state = {.size = sizeof state};
+    tb_batch_state received = tb__agent_get_received(b);
+    tb__state_payload all = {.received = received.version,
+                             .is_torn = received.is_torn,
+                             .is_mixed = received.is_mixed,
+                             .is_in_doubt = received.is_in_doubt};
+    if (!item || (t && tb_transfer_query(t, &state) != TB_OK))
+        return;
+    all.message = state.status == TB_OK ? "" : tb_error_detail();
+    item[0].pair_name = "";
+    tb_status status = put_state(job, &state, events, &all, &item[0]);
+    for (size_t i = 0; i < n && status == TB_OK; i++) {
+        const agent_batch_pair *s = &b->batch_pairs.item[i];
+        char why[TB__WHY_MAX] = "";
+        state = (tb_transfer_state){.size = sizeof state};
+        if (t && tb_transfer_pair(t, s->held, &state) == TB_OK && state.status != TB_OK)
+            snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__state_payload p = {.message = why};
+        if (strcmp(s->pair->local, job->agent->group) != 0)
+            p.side = s->pair->local;
+        pthread_mutex_lock(&b->lock);
+        if (s->is_undelivered && s->status != TB_OK) {
+            state.status = s->status;
+            snprintf(why, sizeof why, "%s", s->why);
+        }
+        p.received = s->received;
+        p.is_torn = s->is_torn;
+        pthread_mutex_unlock(&b->lock);
+        item[i + 1].pair_name = s->pair->name;
+        status =
+            put_state(job, &state, state.events & (events | ~(unsigned)(TB_ARRIVED | TB_COMMITTED)), &p, &item[i + 1]);
+    }
+    if (status == TB_OK)
+        out->states = (tb__entries){n + 1, item};
 }
 
 /* ---- What is told ---------------------------------------------------------------------------------------------- */
@@ -128,7 +244,7 @@ void tb__agent_put_outcomes(agent_job *job, agent_batch *b, tb__message *reply) 
         item[i] = (tb__outcome){.pair_name = s->pair->name,
                                 .status = s->status,
                                 .message = why[i],
-                                .version = s->version,
+                                .version = job->session->protocol > 1 ? s->received : s->version,
                                 .is_torn = s->is_torn};
     }
     pthread_mutex_unlock(&b->lock);

@@ -8,9 +8,9 @@
 #include <stdio.h>
 #include <string.h>
 
-agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name) {
+agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name, const char *local) {
     for (agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
-        if (strcmp(p->name, name) == 0)
+        if (strcmp(p->name, name) == 0 && strcmp(p->local, local) == 0)
             return p;
     }
     return NULL;
@@ -20,20 +20,23 @@ agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name) {
 static void free_agent_pair(agent_pair *p) {
     free(p->users.item);
     free(p->name);
+    free(p->local);
     free(p->remote);
     free(p->layout);
     free(p);
 }
 
-static agent_pair *new_pair(tb__agent *agent, const tb__message *m, const char *layout) {
+static agent_pair *new_pair(tb__agent *agent, const tb__message *m, int32_t index, const char *layout) {
     agent_pair *p = tb__calloc(1, sizeof *p);
     if (!p)
         return NULL;
     p->agent = agent;
+    p->index = index;
     p->name = tb__strdup(m->pair_name);
+    p->local = tb__strdup(m->local_name);
     p->remote = tb__strdup(m->remote_name);
     p->layout = tb__strdup(layout);
-    if (!p->name || !p->remote || !p->layout) {
+    if (!p->name || !p->local || !p->remote || !p->layout) {
         free_agent_pair(p);
         return NULL;
     }
@@ -78,8 +81,10 @@ int64_t tb__agent_pairs_expire(tb__agent *agent) {
                 continue;
             }
             *at = job->next;
-            tb__agent_job_end(job, tb__fail(TB_TIMEOUT, "pair '%s' is still being %s for another client", p->name,
-                                            p->state == PAIR_ENDING ? "ended" : "made"));
+            char why[TB__WHY_MAX] = "an earlier one of its name is still being ended";
+            if (p->state != PAIR_ENDING)
+                tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
+            tb__agent_job_end(job, tb__fail(TB_TIMEOUT, "pair '%s': %s", p->name, *why ? why : "it is being made"));
         }
     }
     return next;
@@ -95,6 +100,11 @@ bool tb__agent_pair_has_user(const agent_pair *p, const agent_session *s) {
 
 static bool add_user(agent_pair *p, const agent_session *s) {
     return tb__agent_pair_has_user(p, s) || s->is_gone || tb__vec_push(&p->users, s->id);
+}
+
+/* For a job that has asked for the pair. */
+static bool add_job_user(agent_pair *p, const agent_job *job) {
+    return job->is_unwanted || add_user(p, job->session);
 }
 
 static void remove_user(agent_pair *p, const agent_session *s) {
@@ -147,27 +157,57 @@ void tb__agent_pair_remove_batch(agent_pair *p) {
 }
 
 static bool has_waiting_client(const agent_pair *p) {
-    bool is_wanted = !p->maker->session->is_gone;
+    bool is_wanted = !p->maker->session->is_gone && !p->maker->is_unwanted;
     for (const agent_job *job = p->waiting; job; job = job->next)
         is_wanted |= !job->session->is_gone;
     return is_wanted;
+}
+
+static void drop_user(agent_pair *p, const agent_session *s) {
+    tb_world *world = p->agent->world;
+    remove_user(p, s);
+    if (p->nchecks > 0) { /* clients that are left begin again */
+        atomic_store(&p->checks_cancelled, true);
+        tb__world_wake_waiters(world);
+    }
+    if (p->state == PAIR_MAKING && !has_waiting_client(p)) {
+        atomic_store(&p->is_cancelled, true);
+        tb__world_wake_waiters(world);
+    }
+    end_unused_pair(p);
 }
 
 void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *s) {
     agent_pair *p, *next;
     for (p = LIST_FIRST(&agent->pairs); p; p = next) {
         next = LIST_NEXT(p, link);
-        remove_user(p, s);
-        if (p->nchecks > 0) { /* clients that are left begin again */
-            atomic_store(&p->checks_cancelled, true);
-            tb__world_wake_waiters(agent->world);
-        }
-        if (p->state == PAIR_MAKING && !has_waiting_client(p)) {
-            atomic_store(&p->is_cancelled, true);
-            tb__world_wake_waiters(agent->world);
-        }
-        end_unused_pair(p);
+        drop_user(p, s);
     }
+}
+
+/* Commands of the client that still ask for the pair end. */
+static void stop_waiting(agent_pair *p, const agent_session *s) {
+    if (p->state == PAIR_MAKING && p->maker->session == s)
+        p->maker->is_unwanted = true;
+    for (agent_job **at = &p->waiting; *at;) {
+        agent_job *job = *at;
+        if (job->session != s) {
+            at = &job->next;
+            continue;
+        }
+        *at = job->next;
+        tb__agent_job_end(job, tb__fail(TB_CANCELLED, "pair '%.100s' was given up", p->name));
+    }
+}
+
+void tb__agent_cleanup_pair(agent_job *job) {
+    const tb__message *m = &job->message;
+    agent_pair *p = tb__agent_find_pair(job->agent, m->pair_name, m->local_name);
+    if (p) {
+        stop_waiting(p, job->session);
+        drop_user(p, job->session);
+    }
+    tb__agent_job_end(job, TB_OK);
 }
 
 /* ---- InitPair -------------------------------------------------------------------------------------------------- */
@@ -175,8 +215,9 @@ void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *s) {
 static tb_status run_init_pair(agent_job *job) {
     agent_pair *p = job->pair;
     int left_ms = tb__ms_until(job->deadline_ms);
-    tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = left_ms > 0 ? left_ms : 1};
-    return tb__pair_create_cancellable(job->agent->world, p->name, p->remote, p->layout, &opts, &p->is_cancelled,
+    tb_pair_opts opts = {.size = sizeof opts, .group = p->local, .timeout_ms = left_ms > 0 ? left_ms : 1};
+    return tb__pair_create_cancellable(job->agent->world, p->name, p->remote,
+                                       tb__pair_has_layout(p->layout) ? p->layout : NULL, &opts, &p->is_cancelled,
                                        &job->made);
 }
 
@@ -187,7 +228,7 @@ static tb_status run_check_pair(agent_job *job) {
 
 static void check_pair(agent_pair *p, agent_job *job) {
     if (tb__pair_ping(p->pair, tb__now_ms(), NULL) == TB_OK) {
-        tb__agent_job_end(job, add_user(p, job->session) ? TB_OK : TB_NO_MEMORY);
+        tb__agent_job_end(job, add_job_user(p, job) ? TB_OK : TB_NO_MEMORY);
         return;
     }
     tb__loop_lock(p->agent->world->loop);
@@ -211,7 +252,7 @@ static void finish_check(agent_job *job) {
     job->pair = NULL;
     job->made = NULL;
     job->next = NULL;
-    bool has_room = !is_there || add_user(p, job->session);
+    bool has_room = !is_there || add_job_user(p, job);
     end_unused_pair(p); /* if it has no users */
     if (is_there)
         tb__agent_job_end(job, has_room ? TB_OK : TB_NO_MEMORY);
@@ -224,6 +265,14 @@ static void finish_check(agent_job *job) {
 void tb__agent_finish_init_pair(agent_job *job) {
     agent_pair *p = job->pair;
     tb_status status = job->status;
+    if (!p) { /* a group was entered */
+        job->next = NULL;
+        if (status == TB_OK)
+            retry_init_pair(job);
+        else
+            tb__agent_job_end(job, tb__fail(status, "%s", job->why));
+        return;
+    }
     if (p->maker != job) {
         finish_check(job);
         return;
@@ -248,40 +297,78 @@ void tb__agent_finish_init_pair(agent_job *job) {
     job->next = waiting;
     for (agent_job *next; job; job = next) {
         next = job->next;
-        bool has_room = status != TB_OK || add_user(p, job->session);
+        bool has_room = status != TB_OK || add_job_user(p, job);
         tb__agent_job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
     }
     if (status == TB_OK)
         end_unused_pair(p); /* if all clients are gone */
 }
 
-static tb_status check_init_pair(const tb__agent *agent, const tb__message *m) {
-    if (strcmp(m->local_name, agent->group) != 0)
-        return tb__fail(TB_INVALID, "this agent is %s %" PRId32 ", and has no seat in group '%.100s'", agent->group,
-                        agent->index, m->local_name);
-    if (m->expected_world_size != (uint64_t)agent->size)
+static tb_status check_init_pair(const tb__message *m, const tb__membership *found, int32_t *index) {
+    tb__membership seat = *found;
+    if (m->local_index.is_set && m->local_index.value != (uint64_t)seat.index)
+        return tb__fail(TB_CONFLICT,
+                        "the agent has seat %" PRId32 " in group '%s', not seat %" PRIu64 " as pair '%.100s' says",
+                        seat.index, seat.group, m->local_index.value, m->pair_name);
+    if (m->expected_world_size != (uint64_t)seat.size)
         return tb__fail(TB_CONFLICT,
                         "group '%s' has %" PRId32 " ranks, not %" PRIu64 " as is expected for pair '%.100s'",
-                        agent->group, agent->size, m->expected_world_size, m->pair_name);
+                        seat.group, seat.size, m->expected_world_size, m->pair_name);
+    *index = seat.index;
     return TB_OK;
 }
 
 static tb_status decode_pair_layout(const tb__message *m, char **out) {
     tb_layout *layout;
+    bool has_mesh = m->mesh.nbytes > 0, has_placements = m->placements.nbytes > 0;
+    if (has_mesh != has_placements)
+        return tb__fail(TB_INVALID, "InitPair: pair '%.100s' has %s; both are given, or none", m->pair_name,
+                        has_mesh ? "a mesh and no placements" : "placements and no mesh");
+    if (!has_mesh)
+        return (*out = tb__strdup(TB__NO_LAYOUT)) ? TB_OK : TB_NO_MEMORY;
     TB_TRY(tb__layout_decode(m->mesh, m->placements, &layout));
     tb_status status = tb_layout_format(layout, out);
     tb_layout_destroy(layout);
     return status;
 }
 
+/* The agent is not in the pair's local group. Which seat it takes there follows from the command if it says so, if
+ * there is one seat only, or if the group has as many as the agent's own: then they are the same agents. Who is in the
+ * pair's other group has to say so. */
+static tb_status choose_seat(const tb__agent *agent, const tb__message *m, int32_t *index) {
+    uint64_t size = m->expected_world_size;
+    if (strcmp(m->local_name, m->remote_name) == 0)
+        return tb__fail(TB_INVALID, "a pair has two groups; '%.100s' can't be both of them", m->local_name);
+    if (m->local_index.is_set && m->local_index.value >= size)
+        return tb__fail(TB_INVALID, "seat %" PRIu64 " is none of the %" PRIu64 " seats of group '%.100s'",
+                        m->local_index.value, size, m->local_name);
+    tb__membership there;
+    bool is_remote = tb__agent_find_seat(agent, m->remote_name, &there); /* a client at the wrong socket, perhaps */
+    if (!m->local_index.is_set && (is_remote || (size != 1 && size != (uint64_t)agent->size)))
+        return tb__fail(TB_INVALID,
+                        "this agent is %s %" PRId32 ", and has no seat in group '%.100s'%s%s; which of %" PRIu64
+                        " seats it should take does not follow from the command: pass 'index'",
+                        agent->group, agent->index, m->local_name, is_remote ? ", but in the other group, " : "",
+                        is_remote ? m->remote_name : "", size);
+    *index = m->local_index.is_set ? (int32_t)m->local_index.value : size == 1 ? 0 : agent->index;
+    return TB_OK;
+}
+
+static tb_status run_enter_for_pair(agent_job *job) {
+    const tb__message *m = &job->message;
+    int32_t index = 0;
+    TB_TRY(choose_seat(job->agent, m, &index));
+    return tb__agent_enter(job->agent, m->local_name, index, (int32_t)m->expected_world_size);
+}
+
 /* Uses an existing pair, or makes one. */
-static tb_status init_pair(agent_job *job, const char *layout) {
+static tb_status init_pair(agent_job *job, int32_t index, const char *layout) {
     const tb__message *m = &job->message;
     tb__agent *agent = job->agent;
-    agent_pair *p = tb__agent_find_pair(agent, m->pair_name);
+    agent_pair *p = tb__agent_find_pair(agent, m->pair_name, m->local_name);
     if (p && p->state == PAIR_MADE && tb__pair_is_stale(p->pair)) {
         end_pair(p);
-        p = tb__agent_find_pair(agent, m->pair_name);
+        p = tb__agent_find_pair(agent, m->pair_name, m->local_name);
     }
     if (p && (p->state == PAIR_ENDING || atomic_load(&p->is_cancelled))) {
         wait_for_pair(p, job);
@@ -295,7 +382,7 @@ static tb_status init_pair(agent_job *job, const char *layout) {
     } else if (p) {
         wait_for_pair(p, job);
     } else {
-        p = new_pair(agent, m, layout);
+        p = new_pair(agent, m, index, layout);
         if (!p)
             return TB_NO_MEMORY;
         p->maker = job;
@@ -307,11 +394,22 @@ static tb_status init_pair(agent_job *job, const char *layout) {
 
 void tb__agent_init_pair(agent_job *job) {
     char *layout = NULL;
-    tb_status status = check_init_pair(job->agent, &job->message);
+    int32_t index = 0;
+    tb__membership seat;
+    tb_status status = decode_pair_layout(&job->message, &layout);
+    if (status == TB_OK && !tb__agent_find_seat(job->agent, job->message.local_name, &seat)) {
+        free(layout);
+        status = choose_seat(job->agent, &job->message, &index);
+        if (status == TB_OK)
+            tb__agent_job_start(job, run_enter_for_pair); /* then it is tried again */
+        else
+            tb__agent_job_end(job, status);
+        return;
+    }
     if (status == TB_OK)
-        status = decode_pair_layout(&job->message, &layout);
+        status = check_init_pair(&job->message, &seat, &index);
     if (status == TB_OK)
-        status = init_pair(job, layout);
+        status = init_pair(job, index, layout);
     free(layout);
     if (status != TB_OK)
         tb__agent_job_end(job, status);

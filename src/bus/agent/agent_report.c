@@ -88,7 +88,7 @@ static void report_pairs(tb__text *out, const tb__agent *agent) {
         tb__text_add(out, "%s{", comma);
         report_text(out, "name", p->name);
         tb__text_add(out, ",");
-        report_text(out, "local", agent->group);
+        report_text(out, "local", p->local);
         tb__text_add(out, ",");
         report_text(out, "remote", p->remote);
         tb__text_add(out, ",");
@@ -100,6 +100,19 @@ static void report_pairs(tb__text *out, const tb__agent *agent) {
         tb__text_add(out, ",\"clients\":%zu,\"batches\":%zu,\"sent\":%" PRIu64 ",\"received\":%" PRIu64 "}",
                      p->users.count, p->nbatches, p->moved[1], p->moved[0]);
         comma = ",";
+    }
+}
+
+/* The last questions about the transfer_signal, and the groups' answers. */
+static void report_signals(tb__text *out, const agent_batch *b) {
+    enum { MOST = 16 };
+    tb__signal_state signals[MOST];
+    size_t n = b->batch && !b->is_changing ? tb__batch_get_signals(b->batch, signals, MOST) : 0;
+    for (size_t i = 0; i < n; i++) {
+        tb__text_add(out, "%s{", i ? "," : "");
+        report_text(out, "group", signals[i].group);
+        tb__text_add(out, ",\"question\":%" PRIu64 ",\"transfer_signal\":%s}", signals[i].question,
+                     signals[i].answer ? "true" : "false");
     }
 }
 
@@ -118,7 +131,7 @@ static void report_batch(tb__text *out, agent_batch *b) {
     snprintf(error, sizeof error, "%s", b->error);
     memcpy(devices, b->devices, sizeof devices);
     uint64_t version = b->version, nbytes = 0;
-    bool is_mixed = b->is_mixed;
+    bool is_mixed = b->is_mixed, is_torn = tb__agent_is_torn(b), is_in_doubt = b->received.is_in_doubt;
     size_t ntensors = 0;
     for (size_t i = 0; i < b->batch_pairs.count; i++) {
         ntensors += b->batch_pairs.item[i].ntensors;
@@ -146,14 +159,17 @@ static void report_batch(tb__text *out, agent_batch *b) {
     }
     tb__text_add(out,
                  "],\"tensors\":%zu,\"memory\":\"%s\",\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64
-                 ",\"mixed\":%s,\"transfers\":[",
-                 ntensors, devices, nbytes, state, version, is_mixed ? "true" : "false");
+                 ",\"mixed\":%s,\"torn\":%s,\"in_doubt\":%s,\"transfers\":[",
+                 ntensors, devices, nbytes, state, version, is_mixed ? "true" : "false", is_torn ? "true" : "false",
+                 is_in_doubt ? "true" : "false");
     for (int i = 0; i < 2; i++) {
         if (is_moving[i])
             report_transfer(out, &now[i], i == 1);
         if (i == 0 && is_moving[0] && is_moving[1])
             tb__text_add(out, ",");
     }
+    tb__text_add(out, "],\"signals\":[");
+    report_signals(out, b);
     tb__text_add(out, "],\"last\":");
     if (last.seconds > 0)
         report_transfer(out, &last, was_send);

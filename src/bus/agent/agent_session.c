@@ -130,6 +130,7 @@ void tb__agent_accept(tb__agent *agent) {
 
 void tb__agent_session_free(agent_session *s) {
     LIST_REMOVE(s, link);
+    close(s->socket);
     tb__client_process_fini(&s->process);
     pthread_mutex_destroy(&s->process_lock);
     free(s->name);
@@ -153,7 +154,6 @@ static void close_fds(tb__fds *fds) {
 
 void tb__agent_session_release(agent_session *s) {
     s->has_released = true;
-    close(s->socket);
     close_fds(&s->fds);
     close_fds(&s->new_fds);
     tb__frame_reader_fini(&s->in);
@@ -240,17 +240,9 @@ static tb_status check_hello(agent_session *s, const agent_job *job) {
     if (!s->name)
         return TB_NO_MEMORY;
     s->has_greeted = true;
+    s->protocol = hello->protocol;
     s->in.max_nbytes = TB__FRAME_MAX;
     return TB_OK;
-}
-
-static bool is_no_command(tb__message_kind kind) {
-    return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
-}
-
-/* A stopping agent still answers queries, and lets transfers be ended. */
-static bool begins_something(tb__message_kind kind) {
-    return kind == TB__INIT_PAIR || kind == TB__REGISTER_TENSORS || kind == TB__TRANSFER;
 }
 
 static void on_client_frame(agent_session *s, tb__blob map) {
@@ -264,22 +256,20 @@ static void on_client_frame(agent_session *s, tb__blob map) {
         if (status == TB_OK)
             status = check_hello(s, job);
         if (status == TB_OK)
-            job->reply = (tb__message){.version = tb__some_uint(TB__PROTOCOL_VERSION),
-                                       .rank = tb__some_uint((uint64_t)s->agent->world->rank),
-                                       .name = s->agent->group,
-                                       .index = tb__some_uint((uint64_t)s->agent->index),
-                                       .size = tb__some_uint((uint64_t)s->agent->size),
-                                       .timeout_ms = (uint64_t)s->agent->timeout_ms};
+            job->reply =
+                (tb__message){.version = tb__some_uint(s->protocol),
+                              .rank = tb__some_uint((uint64_t)s->agent->world->rank),
+                              .name = s->agent->group,
+                              .index = tb__some_uint((uint64_t)s->agent->index),
+                              .size = tb__some_uint((uint64_t)s->agent->size),
+                              .timeout_ms = (uint64_t)s->agent->timeout_ms,
+                              .incarnation = {.is_set = s->protocol > 1, .value = s->agent->world->incarnation}};
         else
             s->is_closing = true;
         job->message.semaphore_name = NULL; /* only clients that have said Hello have semaphores posted */
         tb__agent_job_end(job, status);
         return;
     }
-    if (status == TB_OK && is_no_command(job->message.kind))
-        status = tb__fail(TB_INVALID, "a %s is not a command", tb__message_schema(job->message.kind)->name);
-    if (status == TB_OK && s->agent->is_stopping && begins_something(job->message.kind))
-        status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK) {
         tb__agent_job_end(job, status); /* framing is intact: the next frame may be valid */
         return;

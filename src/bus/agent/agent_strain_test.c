@@ -155,8 +155,8 @@ static void strain(rank *r) {
     }
     free(frame.item);
     check(sent < (size_t)256 << 20); /* the agent has stopped to read */
-    tb_client *other = open_client(r);
-    tb_client_close(other);
+    guest *other = open_client(r);
+    guest_close(other);
     raw_close(&c);
     expect_files(before);
 }

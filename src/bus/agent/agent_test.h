@@ -8,6 +8,8 @@
 
 #include "base/mem.h"
 
+#include "../tests/support/guest.h"
+
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -124,18 +126,18 @@ static inline void run_agents(void (*body)(rank *r), int32_t na, int32_t nb) {
     run_house(&h, body, na, nb);
 }
 
-static inline tb_client *open_client(const rank *r) {
-    tb_client *c = NULL;
-    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = ((house *)r->scene)->token};
-    check_ok(tb_client_connect(seat_of(r)->path, &opts, &c));
+static inline guest *open_client(const rank *r) {
+    guest *c = NULL;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = ((house *)r->scene)->token};
+    check_ok(guest_connect(seat_of(r)->path, &opts, &c));
     return c;
 }
 
 /* ---- The usual set-up, through an agent ------------------------------------------------------------------------ */
 
 typedef struct client_setup {
-    tb_client *client;
-    tb_client_batch *batch;
+    guest *client;
+    guest_batch *batch;
     part w;
 } client_setup;
 
@@ -145,16 +147,16 @@ static inline void move_in(rank *r, client_setup *s, const char *layout_a, const
     part_init(&s->w, layout, r->index, rows, columns);
     part_poison(&s->w);
     s->client = open_client(r);
-    check_ok(tb_client_init_pair(s->client, "p", other_group(r), layout, 0));
-    check_ok(tb_client_batch_create(s->client, "step", NULL, &s->batch));
+    check_ok(guest_pair(s->client, "p", other_group(r), layout, 0));
+    check_ok(guest_batch_create(s->client, "step", NULL, &s->batch));
     tb_tensor w = part_tensor(&s->w);
-    check_ok(tb_client_batch_add(s->batch, "p", "w", &w));
-    check_ok(tb_client_register(s->batch, 0));
+    check_ok(guest_add(s->batch, "p", "w", &w));
+    check_ok(guest_register(s->batch, 0));
 }
 
 static inline void move_out(client_setup *s) {
-    tb_client_batch_destroy(s->batch);
-    tb_client_close(s->client);
+    guest_batch_destroy(s->batch);
+    guest_close(s->client);
     part_fini(&s->w);
 }
 
@@ -164,7 +166,7 @@ static inline void client_exchange(rank *r, client_setup *s, const char *from, u
         part_fill(&s->w, version);
     else
         part_poison(&s->w);
-    check_ok(tb_client_transfer(s->batch, is_send, NULL));
+    check_ok(guest_transfer(s->batch, is_send, NULL));
     check(part_holds(&s->w, version));
 }
 

@@ -18,24 +18,26 @@ static const struct {
 
 enum { NEVENTS = sizeof events / sizeof *events };
 
-static void send_event(const agent_job *job, tb__event_name name, uint64_t attempt, tb_status status, const char *why) {
+static void send_event(const agent_job *job, tb__event_name name, uint64_t attempt, tb_status status, const char *why,
+                       tb__entries states) {
     tb__message event = {.kind = TB__EVENT,
                          .seq = job->seq,
                          .event = name,
                          .status = status,
                          .message = why,
-                         .version = {.is_set = attempt > 0, .value = attempt}};
+                         .version = {.is_set = attempt > 0, .value = attempt},
+                         .states = states};
     tb__agent_session_reply(job->session, &event);
 }
 
-/* Records an event in the job's thread; the loop sends it. */
-static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
+/* Records an event in any other thread; the loop sends it. */
+static void raise_event(agent_job *job, const tb_transfer_state *state, unsigned event) {
     tb__agent *agent = job->agent;
-    tb_transfer_state state = {.size = sizeof state};
-    tb_transfer_query(t, &state);
     pthread_mutex_lock(&agent->done_lock);
-    job->raised |= (unsigned)event;
-    job->attempt = state.attempt;
+    job->raised |= event;
+    job->attempt = state->attempt;
+    if (event == TB__AGENT_PROGRESS)
+        job->now = *state;
     if (!job->is_raised) {
         job->is_raised = true;
         job->next_raised = agent->raised_jobs;
@@ -45,23 +47,72 @@ static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
     eventfd_write(agent->wake, 1);
 }
 
+static void raise_event_of(agent_job *job, const tb_transfer *t, unsigned event) {
+    tb_transfer_state state = {.size = sizeof state};
+    tb_transfer_query(t, &state);
+    raise_event(job, &state, event);
+}
+
+/* In the thread of the world's loop. */
+static void on_progress(void *arg, const tb_transfer_state *state) {
+    raise_event(arg, state, TB__AGENT_PROGRESS);
+}
+
+static void send_progress(agent_job *job, const tb_transfer_state *state) {
+    tb__state_payload p = {.message = "",
+                           .attempt = state->attempt,
+                           .bytes_done = (uint64_t)state->bytes_done,
+                           .bytes_total = (uint64_t)state->bytes_total,
+                           .groups_done = state->groups_done,
+                           .groups_total = state->groups_total,
+                           .seconds = tb__some_float(state->seconds)};
+    tb__bytes bytes = {0};
+    for (int i = 0; i < TB_PHASE_COUNT; i++)
+        p.phase[i] = tb__some_float(state->phase[i]);
+    if (tb__map_encode(&tb__state_schema, &p, &bytes) == TB_OK) {
+        tb__entry entry = {.pair_name = "", .payload = {bytes.item, bytes.count}};
+        send_event(job, TB__EVENT_PROGRESS, state->attempt, TB_OK, "", (tb__entries){1, &entry});
+    }
+    free(bytes.item);
+}
+
+/* To a client that does not wait for the end: the transfer has begun. */
+static void answer_begun(agent_job *job) {
+    tb__message reply = {.kind = TB__REPLY, .seq = job->seq, .message = ""};
+    if (!job->is_answered)
+        tb__agent_session_reply(job->session, &reply);
+    job->is_answered = true;
+}
+
 void tb__agent_send_events(agent_job *job) {
     pthread_mutex_lock(&job->agent->done_lock);
     unsigned raised = job->raised;
     uint64_t attempt = job->attempt;
+    tb_transfer_state now = job->now;
     job->is_raised = false;
+    job->raised &= ~(unsigned)TB__AGENT_PROGRESS;
     pthread_mutex_unlock(&job->agent->done_lock);
+    if (raised & TB__AGENT_BEGUN)
+        answer_begun(job);
+    if (raised & TB__AGENT_PROGRESS)
+        send_progress(job, &now);
     for (size_t i = 0; i < NEVENTS; i++) {
         if (raised & ~job->told & (unsigned)events[i].event)
-            send_event(job, events[i].name, attempt, TB_OK, "");
+            send_event(job, events[i].name, attempt, TB_OK, "",
+                       events[i].event == TB_COMMITTED ? job->reply.states : (tb__entries){0});
     }
     job->told |= raised;
 }
 
-/* Sends the last events of a transfer that has ended. */
+/* Version 1 answers at once. */
+static bool answers_when_begun(const agent_job *job) {
+    return job->message.no_wait && job->session->protocol > 1;
+}
+
+/* Sends the last events of a transfer that has ended. If its beginning has failed, the Reply says so. */
 static void send_final_events(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
-    if (!job->message.events)
+    if (!job->message.events || (answers_when_begun(job) && !(job->raised & TB__AGENT_BEGUN)))
         return;
     if (job->status == TB_OK) {
         job->raised |= (unsigned)(is_send ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED;
@@ -69,7 +120,7 @@ static void send_final_events(agent_job *job) {
     }
     tb__agent_send_events(job);
     if (job->status != TB_OK)
-        send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why);
+        send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why, job->reply.states);
 }
 
 /* The events from the client's point of view: mirrored memory is released as soon as it was read, and has arrived when
@@ -95,7 +146,18 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     tb_transfer_opts opts = {.size = sizeof opts,
                              .timeout_ms = tb__agent_job_timeout(job),
                              .skip_lost = job->message.skip_lost,
-                             .hold = job->message.hold};
+                             .whole_group = job->message.whole_group,
+                             .hold = job->message.hold,
+                             .group = job->message.group_name};
+    if (job->message.progress) {
+        opts.progress = on_progress;
+        opts.arg = job;
+    }
+    if (opts.whole_group && !is_send && tb__agent_has_mirrors(b))
+        return tb__fail(TB_REFUSED,
+                        "batch '%s' has memory that the agent can't share: it writes to it when the transfer has "
+                        "ended on the bus, so that it can't receive with whole_group",
+                        b->id);
     TB_TRY(tb__agent_read_mirrors(b)); /* also to receive: what does not arrive stays as it is */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
     tb__saved_detail why = tb__save_detail();
@@ -111,8 +173,8 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
         return TB_OK;
     if (is_send) {
         if (!tb__agent_is_mirrored(b))
-            TB_TRY(tb_wait(t, TB_RELEASED, -1));
-        raise_event(job, t, TB_RELEASED);
+            TB_TRY(tb__transfer_wait_any(t, TB_RELEASED));
+        raise_event_of(job, t, TB_RELEASED);
         return TB_OK;
     }
     /* If a pair has failed, not everything arrives; the others are held nevertheless. */
@@ -120,11 +182,11 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
     tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
     if (state.events & TB_ARRIVED && (is_shadowed || !tb__agent_has_mirrors(b)))
-        raise_event(job, t, TB_ARRIVED);
+        raise_event_of(job, t, TB_ARRIVED);
     if (!job->message.hold)
         return TB_OK;
-    TB_TRY(tb_wait(t, TB_DECIDED, -1));
-    raise_event(job, t, TB_DECIDED);
+    TB_TRY(tb__transfer_wait_any(t, TB_DECIDED));
+    raise_event_of(job, t, TB_DECIDED);
     return TB_OK;
 }
 
@@ -136,14 +198,18 @@ static tb_status run_transfer(agent_job *job) {
     tb_status status = begin_bus_transfer(job, is_send, &t);
     pthread_mutex_lock(&b->lock);
     b->transfers[is_send] = t;
-    bool is_late = t && b->is_ending; /* the batch was ended before the transfer began */
+    bool is_late = t && (b->is_ending || b->is_given_up[is_send]); /* before the transfer began */
     pthread_mutex_unlock(&b->lock);
     if (is_late)
         tb_cancel(t);
+    if (status == TB_OK && answers_when_begun(job))
+        raise_event_of(job, t, TB__AGENT_BEGUN);
+    if (status == TB_OK && job->session->protocol == 1) /* others say when groups of tensors may come */
+        tb__transfer_take_groups(t);
     if (status == TB_OK)
         status = raise_transfer_events(job, t, is_send);
     if (status == TB_OK)
-        status = tb_wait(t, TB_COMMITTED, -1);
+        status = tb__transfer_wait_any(t, TB_COMMITTED);
     char why[TB__WHY_MAX] = "";
     if (status != TB_OK)
         snprintf(why, sizeof why, "%s", tb_error_detail());
@@ -159,13 +225,18 @@ static tb_status run_transfer(agent_job *job) {
     b->last = state;
     b->was_send = is_send;
     b->transfers[is_send] = NULL;
+    while (b->nusers[is_send] > 0) /* they end soon, since the transfer has ended */
+        pthread_cond_wait(&b->unused, &b->lock);
     pthread_mutex_unlock(&b->lock);
     if (status == TB_OK)
         tb__agent_record_moved(job, t);
+    if (t && job->session->protocol > 1)
+        tb__agent_put_states(job, b, t, state.events, &job->reply);
     tb_transfer_destroy(t);
     if (status != TB_OK)
         return tb__fail(status, "%s", why);
-    job->reply = (tb__message){.attempt = tb__some_uint(state.attempt),
+    job->reply = (tb__message){.states = job->reply.states,
+                               .attempt = tb__some_uint(state.attempt),
                                .version = tb__some_uint(state.version),
                                .bytes = tb__some_uint((uint64_t)state.bytes_done),
                                .seconds = tb__some_float(state.seconds)};
@@ -218,8 +289,11 @@ void tb__agent_begin_transfer(agent_job *job) {
     b->is_busy[is_send] = true;
     pthread_mutex_lock(&b->lock);
     b->error[0] = '\0';
+    b->is_given_up[is_send] = false;
+    if (!is_send)
+        b->ngroups = 0;
     pthread_mutex_unlock(&b->lock);
-    if (job->message.no_wait)
+    if (job->message.no_wait && !answers_when_begun(job))
         tb__agent_job_answer(job, TB_OK);
     tb__agent_job_start(job, run_transfer);
 }
@@ -271,7 +345,24 @@ static tb__texts name_events(agent_job *job, unsigned seen) {
     return (tb__texts){.count = n, .item = names};
 }
 
-void tb__agent_query_status(agent_job *job) {
+/* NULL: there is none. It does not end before it is returned. */
+static tb_transfer *borrow_transfer(agent_batch *b, bool is_send) {
+    pthread_mutex_lock(&b->lock);
+    tb_transfer *t = b->transfers[is_send];
+    b->nusers[is_send] += t != NULL;
+    pthread_mutex_unlock(&b->lock);
+    return t;
+}
+
+static void return_transfer(agent_batch *b, bool is_send) {
+    pthread_mutex_lock(&b->lock);
+    b->nusers[is_send]--;
+    pthread_cond_broadcast(&b->unused);
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* `signal` NULL: this rank's own. */
+static void reply_status(agent_job *job, const bool *signal) {
     agent_batch *b = NULL;
     tb__state_name asked = job->message.state_name;
     tb__message *r = &job->reply;
@@ -281,7 +372,8 @@ void tb__agent_query_status(agent_job *job) {
         return;
     }
     char error[TB__WHY_MAX];
-    tb_transfer_state state = {.size = sizeof state}, send = {.size = sizeof send};
+    tb_batch_state received = tb__agent_get_received(b);
+    tb_transfer_state state = {.size = sizeof state};
     pthread_mutex_lock(&b->lock);
     const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
     bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
@@ -293,8 +385,6 @@ void tb__agent_query_status(agent_job *job) {
         state = b->last;
         seen = state.events;
     }
-    if (b->transfers[1]) /* whether or not the batch is being received, too */
-        tb_transfer_query(b->transfers[1], &send);
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version;
     bool torn = tb__agent_is_torn(b), is_mixed = b->is_mixed;
@@ -304,8 +394,8 @@ void tb__agent_query_status(agent_job *job) {
                                 : is_send  ? "sending"
                                            : "receiving"};
     if (is_asked(asked, TB__STATE_TRANSFER_SIGNAL))
-        r->transfer_signal = tb__some_bool((send.attempt && !(send.events & TB_RELEASED)) ||
-                                           (b->batch && !b->is_changing && tb__batch_is_offered(b->batch)));
+        r->transfer_signal = tb__some_bool(signal ? *signal : received.transfer_signal);
+    r->question = signal ? job->message.question : 0;
     if (is_asked(asked, TB__STATE_PROGRESS)) {
         r->bytes_done = tb__some_uint((uint64_t)state.bytes_done);
         r->bytes_total = tb__some_uint((uint64_t)state.bytes_total);
@@ -316,14 +406,60 @@ void tb__agent_query_status(agent_job *job) {
         r->reached = name_events(job, seen);
     }
     if (is_asked(asked, TB__STATE_VERSION)) {
-        r->version = tb__some_uint(version);
-        r->torn = tb__some_bool(torn);
-        r->mixed = tb__some_bool(is_mixed);
+        bool is_old = job->session->protocol == 1;
+        r->version = tb__some_uint(is_old ? version : received.version);
+        r->torn = tb__some_bool(is_old ? torn : received.is_torn);
+        r->mixed = tb__some_bool(is_old ? is_mixed : received.is_mixed);
+        r->in_doubt = tb__some_bool(received.is_in_doubt);
         tb__agent_put_outcomes(job, b, r);
     }
     if (is_asked(asked, TB__STATE_ERROR))
         r->error = error;
+    if (job->message.asked != TB__ASKED_NONE) {
+        bool of_send = job->message.asked == TB__ASKED_SEND;
+        tb_transfer_state now = {.size = sizeof now};
+        tb_transfer *one = borrow_transfer(b, of_send);
+        if (one)
+            tb_transfer_query(one, &now);
+        tb__agent_put_states(job, b, one, one ? seen_by_client(b, of_send, false, &now) : 0, r);
+        if (one)
+            return_transfer(b, of_send);
+    }
     tb__agent_job_end(job, TB_OK);
+}
+
+static tb_status run_ask_signal(agent_job *job) {
+    const tb__message *m = &job->message;
+    int left_ms = tb__ms_until(job->deadline_ms);
+    return tb__batch_ask_signal(job->batch->batch, m->group_name, m->question, left_ms > 0 ? left_ms : 1,
+                                &job->batch->is_cancelled, &job->signal);
+}
+
+void tb__agent_finish_query(agent_job *job) {
+    agent_batch *b = job->batch;
+    if (job->status == TB_OK)
+        reply_status(job, &job->signal);
+    else
+        tb__agent_job_end(job, tb__fail(job->status, "%s", job->why));
+    tb__agent_batch_job_ended(b);
+}
+
+void tb__agent_query_status(agent_job *job) {
+    agent_batch *b = NULL;
+    if (job->message.question == 0) {
+        reply_status(job, NULL);
+        return;
+    }
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status == TB_OK && (!b->batch || b->is_changing))
+        status = tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
+    if (status != TB_OK) {
+        tb__agent_job_end(job, status);
+        return;
+    }
+    job->batch = b;
+    b->njobs++;
+    tb__agent_job_start(job, run_ask_signal);
 }
 
 void tb__agent_proceed(agent_job *job) {
@@ -334,6 +470,51 @@ void tb__agent_proceed(agent_job *job) {
         status = b->transfers[0] ? tb_proceed(b->transfers[0])
                                  : tb__fail(TB_REFUSED, "batch '%.100s' is not being received", b->id);
         pthread_mutex_unlock(&b->lock);
+    }
+    tb__agent_job_end(job, status);
+}
+
+/* Answered at once: the end is told by an Event. */
+void tb__agent_cancel(agent_job *job) {
+    agent_batch *b = NULL;
+    bool is_send = job->message.direction == TB__SEND;
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status == TB_OK) {
+        pthread_mutex_lock(&b->lock);
+        b->is_given_up[is_send] = true;
+        if (b->transfers[is_send])
+            tb__transfer_begin_cancel(b->transfers[is_send]);
+        pthread_mutex_unlock(&b->lock);
+    }
+    tb__agent_job_end(job, status);
+}
+
+static tb_status run_await_tensors(agent_job *job) {
+    agent_batch *b = job->batch;
+    uint32_t group = (uint32_t)job->message.group.value;
+    tb_transfer *t = borrow_transfer(b, false);
+    if (!t)
+        return tb__fail(TB_INVALID, "batch '%.100s' is not being received", b->id);
+    tb_status status = tb_wait_group(t, group, tb__ms_until(job->deadline_ms));
+    if (status == TB_OK)
+        status = tb__agent_deliver_groups(b, group);
+    return_transfer(b, false);
+    return status;
+}
+
+void tb__agent_await_tensors(agent_job *job) {
+    agent_batch *b = NULL;
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status == TB_OK && job->message.group.is_set) {
+        job->batch = b;
+        b->njobs++;
+        tb__agent_job_start(job, run_await_tensors);
+        return;
+    }
+    tb_transfer *t = status == TB_OK ? borrow_transfer(b, false) : NULL;
+    if (t) {
+        tb__transfer_take_groups(t);
+        return_transfer(b, false);
     }
     tb__agent_job_end(job, status);
 }

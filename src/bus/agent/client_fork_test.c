@@ -24,7 +24,7 @@ static void child_fails(int line, const char *what) {
 static bool is_explained(const char *what) {
     char words[80];
     snprintf(words, sizeof words, "this %s belongs to process %d; a forked child can't use it", what, (int)getppid());
-    return strstr(tb_error_detail(), words) && strstr(tb_error_detail(), "connect again");
+    return strstr(tb_error_detail(), words) && strstr(tb_error_detail(), "join again");
 }
 
 #define child_check(claim)                                                                                             \
@@ -36,33 +36,45 @@ static bool is_explained(const char *what) {
 #define refused(call, what) child_check(tb_error_set(TB_OK, "") == TB_OK && (call) == TB_REFUSED && is_explained(what))
 
 static void use_all(const client_setup *s) {
-    tb_client_batch *other = NULL;
-    tb_client_status status = {.size = sizeof status};
-    tb_client_pair_state pair = {.size = sizeof pair};
+    tb_world *world = s->client->world;
+    tb_batch *batch = s->batch->batch, *other = NULL;
+    tb_pair *pair = guest_find_pair(s->client, "p"), *second = NULL;
+    tb_transfer *transfer = s->batch->last[1], *next = NULL;
+    tb_transfer_state state = {.size = sizeof state};
+    tb_batch_state received = {.size = sizeof received};
+    uint64_t version;
+    bool is_torn;
+    char *text;
     tb_tensor w = part_tensor(&s->w);
-    refused(tb_client_init_pair(s->client, "q", "b", "mesh=1 place=R", 0), "client");
-    refused(tb_client_batch_create(s->client, "other", NULL, &other), "client");
-    child_check(tb_client_fd(s->client) == -1);
-    child_check(tb_client_rank(s->client) >= 0 && *tb_client_group(s->client) == 'a');
-    refused(tb_client_batch_add(s->batch, "p", "v", &w), "batch");
-    refused(tb_client_batch_add_pair(s->batch, "p"), "batch");
-    refused(tb_client_register(s->batch, 0), "batch");
-    refused(tb_client_batch_remove_pair(s->batch, "p"), "batch");
-    refused(tb_client_transfer(s->batch, true, NULL), "batch");
-    refused(tb_client_wait(s->batch, true, TB_COMMITTED, -1), "batch");
-    refused(tb_client_proceed(s->batch), "batch");
-    refused(tb_client_query(s->batch, &status), "batch");
-    refused(tb_client_query_pair(s->batch, "p", &pair), "batch");
-    refused(tb_client_cleanup(s->batch), "batch");
+    refused(tb_pair_create(world, "q", "b", "mesh=1 place=R", NULL, &second), "world");
+    refused(tb_batch_create(world, "other", NULL, &other), "world");
+    refused(tb_world_enter(world, "c", 0, 1), "world");
+    refused(tb_world_wait(world, "a", 0), "world");
+    refused(tb_world_invalidate(world, &w, sizeof w), "world");
+    child_check(tb_world_rank(world) >= 0 && *s->client->group == 'a');
+    refused(tb_batch_add(batch, pair, "v", &w), "batch");
+    refused(tb_batch_add_pair(batch, pair), "batch");
+    refused(tb_batch_register(batch, 0), "batch");
+    refused(tb_batch_remove_pair(batch, pair), "batch");
+    refused(tb_batch_dump(batch, true, &text), "batch");
+    refused(tb_send(batch, NULL, &next), "batch");
+    refused(tb_batch_query(batch, &received), "batch");
+    refused(tb_batch_version(batch, pair, &version, &is_torn), "batch");
+    refused(tb_wait(transfer, TB_COMMITTED, -1), "transfer");
+    refused(tb_proceed(transfer), "transfer");
+    refused(tb_transfer_query(transfer, &state), "transfer");
+    refused(tb_transfer_pair(transfer, pair, &state), "transfer");
+    child_check(tb_transfer_fd(transfer) == -1);
+    tb_cancel(transfer);
 }
 
 /* A client of its own, at the same agent. */
 static void connect_again(const rank *r) {
-    tb_client *own = NULL;
-    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
-    child_check(tb_client_connect(seat_of(r)->path, &opts, &own) == TB_OK);
-    child_check(tb_client_rank(own) >= 0);
-    tb_client_close(own);
+    guest *own = NULL;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+    child_check(guest_connect(seat_of(r)->path, &opts, &own) == TB_OK);
+    child_check(tb_world_rank(own->world) >= 0);
+    guest_close(own);
 }
 
 static void let_children_use(const rank *r, client_setup *s) {
@@ -76,11 +88,11 @@ static void let_children_use(const rank *r, client_setup *s) {
             use_all(s);
             connect_again(r);
             if (i == 0)
-                tb_client_close(s->client);
+                guest_close(s->client);
             if (i < 3)
-                tb_client_batch_destroy(s->batch);
+                guest_batch_destroy(s->batch);
             if (i == 1 || i == 2)
-                tb_client_close(s->client);
+                guest_close(s->client);
             if (i % 2)
                 exit(0);
             _exit(0);
@@ -93,22 +105,22 @@ static void let_children_use(const rank *r, client_setup *s) {
 
 static void go_on(rank *r) {
     client_setup s;
-    tb_client_transfer_opts no_wait = {.size = sizeof no_wait, .no_wait = true};
+    guest_transfer_opts no_wait = {.no_wait = true};
     move_in(r, &s, "mesh=1 place=R", "mesh=2 place=S0", ROWS, COLUMNS);
     client_exchange(r, &s, "a", 1);
     meet(r);
     if (is_a(r)) {
         part_fill(&s.w, 2);
-        check_ok(tb_client_transfer(s.batch, true, &no_wait));
+        check_ok(guest_transfer(s.batch, true, &no_wait));
         let_children_use(r, &s);
     } else {
         part_poison(&s.w);
     }
     meet(r);
     if (is_a(r))
-        check_ok(tb_client_wait(s.batch, true, TB_COMMITTED, -1));
+        check_ok(guest_wait(s.batch, true, TB_COMMITTED, -1));
     else
-        check_ok(tb_client_transfer(s.batch, false, NULL));
+        check_ok(guest_transfer(s.batch, false, NULL));
     check(part_holds(&s.w, 2));
     meet(r);
     client_exchange(r, &s, "b", 3);

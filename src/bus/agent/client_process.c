@@ -7,6 +7,7 @@
 #include "device/host/memory.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
 #include <stdio.h>
@@ -53,12 +54,37 @@ void tb__client_process_fini(tb__client_process *process) {
 
 /* ---- Files ----------------------------------------------------------------------------------------------------- */
 
+/* A file that may shrink. */
+static tb_status keep_descriptor(int fd, const struct stat *info, int flags, tb__client_file *out) {
+    if (!S_ISREG(info->st_mode))
+        return tb__fail(TB_DENIED, "the memory's descriptor is not that of a file");
+    if (info->st_uid != geteuid())
+        return tb__fail(TB_DENIED, "the memory's file belongs to user %u, not to %u", (unsigned)info->st_uid,
+                        (unsigned)geteuid());
+    if (flags & O_PATH || (flags & O_ACCMODE) == O_WRONLY)
+        return tb__fail(TB_DENIED, "the memory's descriptor was not opened for reading");
+    if (flags & O_APPEND)
+        return tb__fail(TB_DENIED, "the memory's descriptor was opened for appending");
+    out->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (out->fd < 0)
+        return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
+    return TB_OK;
+}
+
+/* TB_DENIED says that it may shrink, or can't be written. */
+static tb_status open_file(int fd, const struct stat *info, int flags, tb__client_file *out) {
+    out->fd = -1;
+    tb_status status = tb__memory_adopt(fd, &out->base, &out->nbytes);
+    return status == TB_DENIED ? keep_descriptor(fd, info, flags, out) : status;
+}
+
 tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__client_file **out) {
     struct stat info;
+    int flags = fcntl(fd, F_GETFL);
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_INVALID, "a descriptor: %s", strerror(errno));
     for (tb__client_file *file = process->files; file; file = file->next) {
-        if (file->device == info.st_dev && file->inode == info.st_ino) {
+        if (file->device == info.st_dev && file->inode == info.st_ino && (file->base || file->flags == flags)) {
             file->refs++;
             *out = file;
             return TB_OK;
@@ -67,13 +93,14 @@ tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__c
     tb__client_file *file = tb__calloc(1, sizeof *file);
     if (!file)
         return TB_NO_MEMORY;
-    tb_status status = tb__memory_adopt(fd, &file->base, &file->nbytes);
+    tb_status status = open_file(fd, &info, flags, file);
     if (status != TB_OK) {
         free(file);
         return status;
     }
     file->device = info.st_dev;
     file->inode = info.st_ino;
+    file->flags = flags;
     file->refs = 1;
     file->next = process->files;
     process->files = file;
@@ -90,8 +117,57 @@ void tb__client_process_unmap_file(tb__client_process *process, tb__client_file 
             break;
         }
     }
-    tb__memory_abandon(file->base);
+    if (file->base)
+        tb__memory_abandon(file->base);
+    tb__fd_close(file->fd);
     free(file);
+}
+
+tb_status tb__client_file_size(const tb__client_file *file, size_t *out) {
+    struct stat info;
+    if (!file->base && fstat(file->fd, &info) != 0)
+        return tb__fail(TB_IO, "fstat: %s", strerror(errno));
+    *out = file->base ? file->nbytes : (size_t)info.st_size;
+    return TB_OK;
+}
+
+static tb_status check_file_moved(ssize_t moved, uint64_t at, const char *what) {
+    if (moved > 0)
+        return TB_OK;
+    return tb__fail(TB_IO, "the memory's file can't be %s at byte %" PRIu64 ": %s", what, at,
+                    moved == 0 ? "it ends there now" : strerror(errno));
+}
+
+tb_status tb__client_file_read(const tb__client_file *file, uint64_t at, void *to, size_t nbytes) {
+    for (size_t done = 0; done < nbytes;) {
+        size_t n = nbytes - done < MOST_AT_ONCE ? nbytes - done : MOST_AT_ONCE;
+        ssize_t moved = pread(file->fd, (char *)to + done, n, (off_t)(at + done));
+        if (moved < 0 && errno == EINTR)
+            continue;
+        TB_TRY(check_file_moved(moved, at + done, "read"));
+        done += (size_t)moved;
+    }
+    return TB_OK;
+}
+
+/* Writing past its end would make it longer. */
+tb_status tb__client_file_write(const tb__client_file *file, uint64_t at, const void *from, const size_t *offsets,
+                                size_t n, size_t nbytes) {
+    size_t size;
+    TB_TRY(tb__client_file_size(file, &size));
+    for (size_t i = 0, done = 0; i < n;) {
+        size_t offset = offsets[i] + done, count = nbytes - done < MOST_AT_ONCE ? nbytes - done : MOST_AT_ONCE;
+        if (at + offset + count > size)
+            return check_file_moved(0, size, "written");
+        ssize_t moved = pwrite(file->fd, (const char *)from + offset, count, (off_t)(at + offset));
+        if (moved < 0 && errno == EINTR)
+            continue;
+        TB_TRY(check_file_moved(moved, at + offset, "written"));
+        done += (size_t)moved;
+        i += done / nbytes;
+        done %= nbytes;
+    }
+    return TB_OK;
 }
 
 /* ---- Addresses ------------------------------------------------------------------------------------------------- */

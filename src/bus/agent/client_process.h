@@ -1,5 +1,6 @@
-/* A client's process and its memory: files that it hands over (memory of tb_alloc, which is mapped), and any other
- * address, which only process_vm_readv and process_vm_writev reach. */
+/* A client's process and its memory: files that it hands over, and any other address, which only process_vm_readv and
+ * process_vm_writev reach. Files that can't shrink, such as memory of tb_alloc, are mapped; others would end this
+ * process if they did, and are read and written by pread and pwrite. */
 #ifndef TB_BUS_AGENT_CLIENT_PROCESS_H
 #define TB_BUS_AGENT_CLIENT_PROCESS_H
 
@@ -9,12 +10,14 @@
 
 enum { TB__CLIENT_PROCESS_PIECES = 512 }; /* pieces that one process_vm_writev writes */
 
-/* A file that the client has handed over. Mapped once, however often it is handed over. */
+/* A file that the client has handed over. Opened once, however often it is handed over. */
 typedef struct tb__client_file {
     dev_t device;
     ino_t inode;
-    void *base;
-    size_t nbytes;
+    void *base;    /* NULL: it is not mapped, but read and written ... */
+    int fd;        /* ... by this; -1: it is mapped */
+    int flags;     /* of the descriptor */
+    size_t nbytes; /* of a file that is mapped */
     size_t refs;
     struct tb__client_file *next;
 } tb__client_file;
@@ -30,9 +33,15 @@ typedef struct tb__client_process {
 tb_status tb__client_process_init(tb__client_process *process, int socket);
 void tb__client_process_fini(tb__client_process *process); /* unmaps all files */
 
-/* Maps a file. Each call needs an unmap. */
+/* Maps a file, or keeps its descriptor. It has to be a file of this process's user. Each call needs an unmap. */
 tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__client_file **out);
 void tb__client_process_unmap_file(tb__client_process *process, tb__client_file *file);
+
+tb_status tb__client_file_size(const tb__client_file *file, size_t *out); /* what it has now */
+/* Of a file that is not mapped, like those of processes below. TB_IO if it is too short by now. */
+tb_status tb__client_file_read(const tb__client_file *file, uint64_t at, void *to, size_t nbytes);
+tb_status tb__client_file_write(const tb__client_file *file, uint64_t at, const void *from, const size_t *offsets,
+                                size_t n, size_t nbytes);
 
 /* TB_INVALID unless the process has all of these bytes mapped for reading. */
 tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes);

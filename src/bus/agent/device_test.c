@@ -24,19 +24,19 @@ static void move_in_on_device(rank *r, client_setup *s, const plan *p) {
     s->w.data = slow_device_alloc_on(1, !p->is_private, s->w.count * sizeof *s->w.data);
     part_poison(&s->w);
     s->client = open_client(r);
-    check_ok(tb_client_init_pair(s->client, "p", other_group(r), layout, 0));
-    check_ok(tb_client_batch_create(s->client, "step", NULL, &s->batch));
+    check_ok(guest_pair(s->client, "p", other_group(r), layout, 0));
+    check_ok(guest_batch_create(s->client, "step", NULL, &s->batch));
     tb_tensor w = part_tensor(&s->w);
     w.memory = "host";
-    check_fails(tb_client_batch_add(s->batch, "p", "w", &w), TB_REFUSED,
+    check_fails(guest_add(s->batch, "p", "w", &w), TB_REFUSED,
                 "tensor 'w': its memory is said to be on device 'host', but is on device 'slow:1'");
     w.memory = r->index == 0 ? "slow" : "slow:1";
-    check_ok(tb_client_batch_add(s->batch, "p", "w", &w));
+    check_ok(guest_add(s->batch, "p", "w", &w));
     meet(r);
     if (p->fails_to_map && is_a(r) && r->index == 0)
         slow_device_fail_call(SLOW_DEVICE_MAP, 0, TB_IO);
     meet(r);
-    check_ok(tb_client_register(s->batch, 0));
+    check_ok(guest_register(s->batch, 0));
 }
 
 static void exchange_versions(rank *r) {
@@ -48,10 +48,10 @@ static void exchange_versions(rank *r) {
     meet(r);
     check(p->nmappings ? slow_device_count_mappings() >= p->nmappings : slow_device_count_mappings() == 0);
     meet(r);
-    check_ok(tb_client_cleanup(s.batch));
+    check_ok(guest_cleanup(s.batch));
     meet(r);
-    tb_client_batch_destroy(s.batch);
-    tb_client_close(s.client);
+    guest_batch_destroy(s.batch);
+    guest_close(s.client);
     slow_device_free(s.w.data);
     tb_local_fini(&s.w.local);
 }
@@ -86,8 +86,8 @@ enum { STORED = 8, WIDTH = 12, USED = 4 };
 /* Columns 2 to 5 of the storage are a tensor of 4 rows between two of padding. The rest is the program's own, which
  * changes it while the transfer is under way. */
 static void receive_a_part(rank *r) {
-    tb_client *c = open_client(r);
-    tb_client_batch *batch;
+    guest *c = open_client(r);
+    guest_batch *batch = NULL;
     tb_batch_opts opts = {.size = sizeof opts,
                           .commit = ((const plan *)r->scene)->is_shadowed ? TB_SHADOW : TB_IN_PLACE};
     uint32_t *data = slow_device_alloc(STORED * WIDTH * sizeof *data), *bytes = slow_device_bytes(data);
@@ -99,25 +99,25 @@ static void receive_a_part(rank *r) {
                    .shape = {6, USED},
                    .strides = strides,
                    .view = "pad(0,1,1)"};
-    check_ok(tb_client_init_pair(c, "p", other_group(r), WHOLE, 0));
-    check_ok(tb_client_batch_create(c, "step", &opts, &batch));
-    check_ok(tb_client_batch_add(batch, "p", "w", &t));
-    check_ok(tb_client_register(batch, 0));
+    check_ok(guest_pair(c, "p", other_group(r), WHOLE, 0));
+    check_ok(guest_batch_create(c, "step", &opts, &batch));
+    check_ok(guest_add(batch, "p", "w", &t));
+    check_ok(guest_register(batch, 0));
     for (uint32_t version = 1; version <= 2; version++) {
-        tb_client_transfer_opts no_wait = {.size = sizeof no_wait, .no_wait = true};
+        guest_transfer_opts no_wait = {.no_wait = true};
         for (uint32_t i = 0; i < STORED * WIDTH; i++)
             bytes[i] = is_a(r) ? version * 1000 + i : 7;
         if (is_a(r)) {
             meet(r);
-            check_ok(tb_client_transfer(batch, true, NULL));
+            check_ok(guest_transfer(batch, true, NULL));
         } else {
-            check_ok(tb_client_transfer(batch, false, &no_wait));
-            check_fails(tb_client_transfer(batch, true, NULL), TB_REFUSED, "are copied through host memory");
+            check_ok(guest_transfer(batch, false, &no_wait));
+            check_fails(guest_transfer(batch, true, NULL), TB_REFUSED, "are copied through host memory");
             for (uint32_t i = 0; i < STORED * WIDTH; i++)
                 bytes[i] = 8;
             meet(r);
-            check_ok(tb_client_wait(batch, false, version == 1 ? TB_COMMITTED : TB_ARRIVED, -1));
-            check_ok(tb_client_wait(batch, false, TB_COMMITTED, -1));
+            check_ok(guest_wait(batch, false, version == 1 ? TB_COMMITTED : TB_ARRIVED, -1));
+            check_ok(guest_wait(batch, false, TB_COMMITTED, -1));
             for (uint32_t i = 0; i < STORED; i++) {
                 for (uint32_t j = 0; j < WIDTH; j++) {
                     bool is_in = i < 6 && j >= 2 && j < 2 + USED, is_padding = is_in && (i == 0 || i == 5);
@@ -128,8 +128,8 @@ static void receive_a_part(rank *r) {
         }
         meet(r);
     }
-    tb_client_batch_destroy(batch);
-    tb_client_close(c);
+    guest_batch_destroy(batch);
+    guest_close(c);
     slow_device_free(data);
 }
 
@@ -176,23 +176,23 @@ static void follow_streams(rank *r) {
     move_in_on_device(r, &s, p);
     for (uint32_t version = 1; version <= 3; version++) {
         helper h = {.part = &s.w, .bytes = part_bytes(&s.w), .version = is_a(r) ? version : 0};
-        tb_client_transfer_opts opts = {.size = sizeof opts, .stream = &stream, .no_wait = !is_a(r)};
+        guest_transfer_opts opts = {.stream = &stream, .no_wait = !is_a(r)};
         part_poison(&s.w);
         h.work = slow_stream_add(stream, do_work, &h, true);
         check(pthread_create(&h.thread, NULL, let_go_later, &h) == 0);
-        check_ok(tb_client_transfer(s.batch, is_a(r), &opts));
+        check_ok(guest_transfer(s.batch, is_a(r), &opts));
         check(pthread_join(h.thread, NULL) == 0);
         if (!is_a(r))
-            check_ok(tb_client_stream_wait(s.batch, false, TB_COMMITTED, &stream));
+            check_ok(guest_stream_wait(s.batch, false, TB_COMMITTED, &stream));
         check(h.is_right && part_holds(&s.w, version));
     }
     slow_work *held = slow_stream_add(stream, NULL, NULL, true);
-    tb_client_transfer_opts late = {.size = sizeof late, .stream = &stream, .timeout_ms = LITTLE_MS};
-    check_fails(tb_client_transfer(s.batch, is_a(r), &late), TB_TIMEOUT, "has not finished the work on the stream");
+    guest_transfer_opts late = {.stream = &stream, .timeout_ms = LITTLE_MS};
+    check_fails(guest_transfer(s.batch, is_a(r), &late), TB_TIMEOUT, "has not finished the work on the stream");
     slow_work_let_go(held);
     meet(r);
-    tb_client_batch_destroy(s.batch);
-    tb_client_close(s.client);
+    guest_batch_destroy(s.batch);
+    guest_close(s.client);
     slow_device_free(s.w.data);
     tb_local_fini(&s.w.local);
     slow_stream_destroy(stream);
@@ -220,8 +220,8 @@ static tb__message register_one(raw *c, const tb__payload_memory *data, const tb
 }
 
 static void send_wrong_memory(rank *r) {
-    tb_client *c = open_client(r);
-    check_ok(tb_client_init_pair(c, "p", other_group(r), WHOLE, 0));
+    guest *c = open_client(r);
+    check_ok(guest_pair(c, "p", other_group(r), WHOLE, 0));
     if (is_a(r)) {
         raw x;
         tb__bytes payload = {0};
@@ -263,7 +263,7 @@ static void send_wrong_memory(rank *r) {
         free(placements.item);
     }
     meet(r);
-    tb_client_close(c);
+    guest_close(c);
 }
 
 static void test_wrong_memory(void **state) {

@@ -9,7 +9,6 @@
 
 #include <fcntl.h>
 #include <inttypes.h>
-#include <semaphore.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
 
@@ -31,7 +30,6 @@ typedef enum stage { STARTING, INIT, REGISTER, TRANSFER, ENDING } stage;
 /* What a client tells, in memory that outlives it. */
 typedef struct report {
     _Atomic int stage;
-    _Atomic bool has_semaphore; /* which no agent knows of yet */
     _Atomic int64_t longest_ms; /* of its calls */
     _Atomic int64_t ended_ms;   /* the last of them */
     _Atomic uint32_t version;   /* the last that it was told had arrived, or left */
@@ -71,12 +69,11 @@ typedef struct member {
     const plan *plan;
     report *report;
     int position;
-    tb_client *client;
-    tb_client_batch *batch;
+    guest *client;
+    guest_batch *batch;
     int64_t columns; /* of its part */
     int64_t rows;
     uint32_t *data;
-    char semaphore[64];
 } member;
 
 static bool sends(const member *m) {
@@ -111,11 +108,11 @@ static void note_held(const member *m) {
 
 /* Whoever does not know asks again, by receiving once more: that fails, as somebody is gone, but the store may tell. */
 static void look_at_memory(const member *m, tb_status status) {
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = CALL_MS};
+    guest_transfer_opts opts = {.timeout_ms = CALL_MS};
     if (sends(m) || !m->plan->is_shadow || !m->data)
         return;
     if (status == TB_IN_DOUBT)
-        atomic_store(&m->report->is_in_doubt, tb_client_transfer(m->batch, false, &opts) == TB_IN_DOUBT);
+        atomic_store(&m->report->is_in_doubt, guest_transfer(m->batch, false, &opts) == TB_IN_DOUBT);
     note_held(m);
 }
 
@@ -130,48 +127,35 @@ static void must(const member *m, tb_status status, int64_t begun_ms) {
     char why[300];
     snprintf(why, sizeof why, "%s: %s", tb_status_string(status), tb_error_detail());
     look_at_memory(m, status);
-    if (m->semaphore[0])
-        sem_unlink(m->semaphore); /* an agent that is gone can't */
     if (m->plan->seed % 2) {
-        tb_client_batch_destroy(m->batch);
-        tb_client_close(m->client);
+        guest_batch_destroy(m->batch);
+        guest_close(m->client);
     }
     end(m, FAILED, why);
 }
 
-/* Every second version without waiting, and with a semaphore. */
+/* Every second version without waiting: the program sleeps on the transfer's descriptor. */
 static void transfer(member *m, uint32_t version, int timeout_ms) {
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = version % 2 == 0};
+    guest_transfer_opts opts = {.timeout_ms = timeout_ms, .no_wait = version % 2 == 0};
     int64_t begun_ms = tb__now_ms();
-    if (!opts.no_wait) {
-        must(m, tb_client_transfer(m->batch, sends(m), &opts), begun_ms);
+    must(m, guest_transfer(m->batch, sends(m), &opts), begun_ms);
+    if (!opts.no_wait)
         return;
+    tb_status status;
+    while ((status = guest_wait(m->batch, sends(m), TB_COMMITTED, 0)) == TB_TIMEOUT &&
+           tb__now_ms() - begun_ms < PATIENCE_MS) {
+        guest_status now = {0};
+        must(m, guest_query(m->batch, &now), begun_ms);
+        if (strcmp(now.state, "idle") == 0)
+            continue;
+        if (strcmp(now.state, "failed") == 0)
+            break;
+        struct pollfd news = {.fd = guest_fd(m->batch, sends(m)), .events = POLLIN};
+        poll(&news, 1, 50);
     }
-    snprintf(m->semaphore, sizeof m->semaphore, "/tensorbus-fault-%d-%" PRIu32, (int)getpid(), version);
-    atomic_store(&m->report->has_semaphore, true);
-    sem_t *semaphore = sem_open(m->semaphore, O_CREAT | O_EXCL, 0600, 0);
-    opts.semaphore = m->semaphore;
-    if (semaphore == SEM_FAILED)
-        end(m, BAD_STATE, "sem_open failed");
-    must(m, tb_client_transfer(m->batch, sends(m), &opts), begun_ms);
-    atomic_store(&m->report->has_semaphore, false);
-    /* An agent that dies never posts: a program asks now and then. */
-    tb_client_status status = {.size = sizeof status};
-    struct timespec until;
-    do {
-        must(m, tb_client_query(m->batch, &status), begun_ms);
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += 50000000;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
-    } while (sem_timedwait(semaphore, &until) != 0);
-    sem_close(semaphore);
-    m->semaphore[0] = '\0';
-    must(m, tb_client_query(m->batch, &status), begun_ms);
-    if (strcmp(status.state, "failed") == 0)
-        must(m, tb_client_wait(m->batch, sends(m), TB_COMMITTED, 0), begun_ms);
-    if (strcmp(status.state, "idle") != 0 || *status.error)
-        end(m, BAD_STATE, status.state);
+    if (status == TB_TIMEOUT) /* the transfer's own */
+        status = guest_wait(m->batch, sends(m), TB_COMMITTED, 0);
+    must(m, status, begun_ms);
 }
 
 static void set_stage(const member *m, stage now) {
@@ -187,25 +171,24 @@ static void get_memory(member *m, size_t nbytes) {
 static void be_client(member *m, const char *path) {
     const plan *p = m->plan;
     int timeout_ms = p->kind == NOBODY ? PATIENCE_MS : CALL_MS;
-    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms};
     m->rows = sends(m) ? ROWS / SEATS : ROWS;
     m->columns = sends(m) ? p->columns : p->columns / SEATS;
     int64_t count = count_of(m);
     get_memory(m, (size_t)count * sizeof *m->data);
     for (int64_t i = 0; i < count; i++)
         m->data[i] = value_at(m, i, 0);
-    must(m, tb_client_connect(path, &opts, &m->client), tb__now_ms());
+    must(m, guest_connect(path, &opts, &m->client), tb__now_ms());
     set_stage(m, INIT);
     must(m,
-         tb_client_init_pair(m->client, "p", sends(m) ? "b" : "a", sends(m) ? "mesh=2 place=S0" : "mesh=2 place=S1",
-                             timeout_ms),
+         guest_pair(m->client, "p", sends(m) ? "b" : "a", sends(m) ? "mesh=2 place=S0" : "mesh=2 place=S1", timeout_ms),
          tb__now_ms());
     set_stage(m, REGISTER);
     tb_tensor t = {.size = sizeof t, .data = m->data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, p->columns}};
     tb_batch_opts batch = {.size = sizeof batch, .commit = p->is_shadow ? TB_SHADOW : TB_IN_PLACE};
-    must(m, tb_client_batch_create(m->client, "step", &batch, &m->batch), tb__now_ms());
-    must(m, tb_client_batch_add(m->batch, "p", "w", &t), tb__now_ms());
-    must(m, tb_client_register(m->batch, timeout_ms), tb__now_ms());
+    must(m, guest_batch_create(m->client, "step", &batch, &m->batch), tb__now_ms());
+    must(m, guest_add(m->batch, "p", "w", &t), tb__now_ms());
+    must(m, guest_register(m->batch, timeout_ms), tb__now_ms());
     set_stage(m, TRANSFER);
     for (uint32_t version = 1; version <= VERSIONS; version++) {
         for (int64_t i = 0; i < count && (sends(m) || !p->is_shadow); i++)
@@ -220,8 +203,8 @@ static void be_client(member *m, const char *path) {
     set_stage(m, ENDING);
     look_at_memory(m, TB_OK);
     if (p->seed % 3)
-        tb_client_batch_destroy(m->batch);
-    tb_client_close(m->client);
+        guest_batch_destroy(m->batch);
+    guest_close(m->client);
     end(m, DONE, "");
 }
 
@@ -329,27 +312,6 @@ static void check_versions(const run *r) {
     }
 }
 
-/* Names of semaphores that are there, and should not be. */
-static void check_semaphores(const run *r) {
-    int64_t deadline_ms = tb__now_ms() + NOTICE_MS;
-    char name[64];
-    for (int i = 0; i < NCLIENTS; i++) {
-        for (uint32_t version = 1; version <= VERSIONS; version++) {
-            snprintf(name, sizeof name, "/tensorbus-fault-%d-%" PRIu32, (int)r->clients[i], version);
-            sem_t *found;
-            if (atomic_load(&r->reports[i].has_semaphore))
-                sem_unlink(name); /* killed before it could tell its agent */
-            while ((found = sem_open(name, 0)) !=
-                   SEM_FAILED) { /* a client that is gone has an agent that may not know */
-                sem_close(found);
-                if (tb__now_ms() > deadline_ms)
-                    fail_msg("the semaphore %s is still there", name);
-                usleep(1000);
-            }
-        }
-    }
-}
-
 /* A new process takes the seat, whatever the old one has left; then all go, and take everything along. */
 static void check_agents(run *r) {
     const plan *p = &r->plan;
@@ -391,7 +353,6 @@ static void run_case(uint64_t seed) {
     check_clients(r, killed_ms);
     check_versions(r);
     memcpy(r->clients, clients, sizeof clients);
-    check_semaphores(r);
     memset(r->clients, 0, sizeof r->clients);
     check_agents(r);
     if (rmdir(r->folder) != 0)

@@ -31,48 +31,48 @@ static bool holds(const uint32_t *data, uint32_t version) {
 static void by_client(rank *r) {
     const stages *o = (const stages *)r->scene;
     tb_batch_opts opts = {.size = sizeof opts, .commit = o->commit};
-    tb_client *client = open_client(r);
-    tb_client_batch *batch;
-    tb_client_status status = {.size = sizeof status};
-    tb_client_pair_state pair = {.size = sizeof pair};
+    guest *client = open_client(r);
+    guest_batch *batch = NULL;
+    guest_status status = {0};
+    guest_pair_state pair = {0};
     uint32_t *data = calloc(COUNT, sizeof *data);
     tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     bool is_idle = o->has_none && r->index == 1;
     check(data);
-    check_ok(tb_client_init_pair(client, "p", other_group(r), layouts[0], 0));
+    check_ok(guest_pair(client, "p", other_group(r), layouts[0], 0));
     if (!o->has_none)
-        check_ok(tb_client_init_pair(client, "q", other_group(r), layouts[1], 0));
-    check_ok(tb_client_batch_create(client, "step", &opts, &batch));
-    check_fails(tb_client_batch_add_pair(batch, "z"), TB_INVALID, "there is no pair 'z'");
+        check_ok(guest_pair(client, "q", other_group(r), layouts[1], 0));
+    check_ok(guest_batch_create(client, "step", &opts, &batch));
+    check_fails(guest_add_pair(batch, "z"), TB_INVALID, "there is no pair 'z'");
     if (!is_idle)
-        check_ok(tb_client_batch_add(batch, r->index == 0 ? "p" : "q", r->index == 0 ? "w" : "v", &t));
+        check_ok(guest_add(batch, r->index == 0 ? "p" : "q", r->index == 0 ? "w" : "v", &t));
     if (!o->has_none)
-        check_ok(tb_client_batch_add_pair(batch, r->index == 0 ? "q" : "p"));
-    else if (is_idle && is_a(r))
-        check_ok(tb_client_batch_add_pair(batch, "p")); /* b 1 adds nothing at all */
-    check_ok(tb_client_register(batch, 0));
-    check_fails(tb_client_batch_add_pair(batch, "p"), TB_REFUSED, "has been registered");
+        check_ok(guest_add_pair(batch, r->index == 0 ? "q" : "p"));
+    else if (is_idle)
+        check_ok(guest_add_pair(batch, "p"));
+    check_ok(guest_register(batch, 0));
+    check_fails(guest_add_pair(batch, "p"), TB_REFUSED, "has been registered");
     for (uint32_t version = 1; version <= VERSIONS; version++) {
         fill(data, is_a(r) ? version : 99);
-        check_ok(tb_client_transfer(batch, is_a(r), NULL));
+        check_ok(guest_transfer(batch, is_a(r), NULL));
         check(holds(data, is_idle && !is_a(r) ? 99 : version));
-        check_ok(tb_client_query(batch, &status));
+        check_ok(guest_query(batch, &status));
         check(status.version == version && !status.is_mixed && !status.is_torn && strcmp(status.state, "idle") == 0);
-        check_ok(tb_client_query_pair(batch, "p", &pair));
+        check_ok(guest_query_pair(batch, "p", &pair));
         check(pair.status == TB_OK && pair.version == version);
         meet(r);
     }
     if (!o->has_none) {
         meet(r);
-        check_ok(tb_client_batch_remove_pair(batch, "q"));
+        check_ok(guest_remove_pair(batch, "q"));
         meet(r);
         fill(data, is_a(r) ? 7 : 99);
-        check_ok(tb_client_transfer(batch, is_a(r), NULL));
+        check_ok(guest_transfer(batch, is_a(r), NULL));
         check(holds(data, is_a(r) || r->index == 0 ? 7 : 99));
         meet(r);
     }
-    tb_client_batch_destroy(batch);
-    tb_client_close(client);
+    guest_batch_destroy(batch);
+    guest_close(client);
     free(data);
 }
 
@@ -80,7 +80,7 @@ static void by_hand(rank *r) {
     raw c;
     tb_layout *layout;
     tb__bytes mesh = {0}, placements = {0};
-    tb__message registers = {.kind = TB__REGISTER_TENSORS, .batch_id = "step"},
+    tb__message registers = {.kind = TB__REGISTER_TENSORS, .batch_id = "step", .bucket_size = tb__some_uint(0)},
                 transfer = {.kind = TB__TRANSFER, .batch_id = "step", .direction = TB__RECV};
     raw_greet(&c, seat_of(r)->path);
     tb__message reply = raw_call(&c, &registers);

@@ -26,8 +26,8 @@ typedef struct host {
     const agent_process *agent;
     int side; /* 0 sends */
     int64_t versions;
-    tb_client *client;
-    tb_client_batch *batch;
+    guest *client;
+    guest_batch *batch;
     uint32_t *shared, *private;
     char failure[600];
     struct use {
@@ -38,35 +38,35 @@ typedef struct host {
 
 static tb_status open_batch(host *h) {
     tb_tensor t = {.size = sizeof t, .data = h->shared, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-    TB_TRY(tb_client_batch_create(h->client, "step", NULL, &h->batch));
-    TB_TRY(tb_client_batch_add(h->batch, "p", "shared", &t));
+    TB_TRY(guest_batch_create(h->client, "step", NULL, &h->batch));
+    TB_TRY(guest_add(h->batch, "p", "shared", &t));
     t.data = h->private;
-    TB_TRY(tb_client_batch_add(h->batch, "p", "private", &t));
-    return tb_client_register(h->batch, PATIENCE_MS);
+    TB_TRY(guest_add(h->batch, "p", "private", &t));
+    return guest_register(h->batch, PATIENCE_MS);
 }
 
 static void close_batch(host *h) {
-    tb_client_batch_destroy(h->batch);
+    guest_batch_destroy(h->batch);
     h->batch = NULL;
 }
 
 static tb_status open_client(host *h) {
-    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
-    TB_TRY(tb_client_connect(h->agent->path, &opts, &h->client));
-    return tb_client_init_pair(h->client, "p", h->side ? "a" : "b", "mesh=1 place=R", PATIENCE_MS);
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+    TB_TRY(guest_connect(h->agent->path, &opts, &h->client));
+    return guest_pair(h->client, "p", h->side ? "a" : "b", "mesh=1 place=R", PATIENCE_MS);
 }
 
 static void close_client(host *h) {
     close_batch(h);
-    tb_client_close(h->client);
+    guest_close(h->client);
     h->client = NULL;
 }
 
 static tb_status move_version(host *h, uint32_t version) {
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+    guest_transfer_opts opts = {.timeout_ms = PATIENCE_MS};
     for (uint32_t i = 0; i < COUNT; i++)
         h->shared[i] = h->private[i] = h->side ? 0 : version + i;
-    TB_TRY(tb_client_transfer(h->batch, h->side == 0, &opts));
+    TB_TRY(guest_transfer(h->batch, h->side == 0, &opts));
     for (uint32_t i = 0; i < COUNT; i++) {
         if (h->shared[i] != version + i || h->private[i] != version + i)
             return tb_error_set(TB_INVALID, "what has arrived is not what was sent");

@@ -245,7 +245,7 @@ static void ranks_meet_at_a_port(void **state) {
     check_ok(tb__bootstrap_enter_folder(&info));
     check_ok(tb__bootstrap_find(&info, tb__now_ms() + PATIENCE_MS, url));
     check(strncmp(url, "tcp://", 6) == 0);
-    check_fails(tb__store_open(url, "a guess", PATIENCE_MS, &store), TB_DENIED, "token");
+    check_fails(tb__store_open(url, "a guess of more than thirty-two bytes", PATIENCE_MS, &store), TB_DENIED, "token");
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = info.token};
     tb_world *world;
     check_ok(tb_world_join(url, "all", my_rank, NRANKS, &opts, &world));

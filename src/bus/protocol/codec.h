@@ -3,7 +3,8 @@
  * A schema lists a map's fields in the order in which they are written, and where each is in a C struct. Fields that
  * are required are always written; those that may be nil are written as nil; options are left out when they have their
  * default, which is zero, NULL, false or "not set". Decoders take keys in any order and pass over keys that they do not
- * know. They refuse a field that comes twice, is missing, or has the wrong type, and name the map and the field. */
+ * know; what may be nil may also be absent. They refuse a field that comes twice, is required and missing, or has the
+ * wrong type, and name the map and the field. */
 #ifndef TB_BUS_PROTOCOL_CODEC_H
 #define TB_BUS_PROTOCOL_CODEC_H
 
@@ -95,7 +96,7 @@ typedef enum tb__field_type {
     TB__FIELD_BOOL,        /* bool: bool */
     TB__FIELD_UNLESS,      /* bool: bool, the opposite */
     TB__FIELD_MAYBE_UINT,  /* uint: tb__maybe_uint */
-    TB__FIELD_MAYBE_FLOAT, /* float: tb__maybe_float */
+    TB__FIELD_MAYBE_FLOAT, /* float, or int: tb__maybe_float */
     TB__FIELD_MAYBE_BOOL,  /* bool: tb__maybe_bool */
     TB__FIELD_BIN,         /* bin: tb__blob, into the input */
     TB__FIELD_MAP,         /* map: tb__blob, its MessagePack in the input; no bytes for none */
@@ -105,11 +106,26 @@ typedef enum tb__field_type {
     TB__FIELD_TIES,        /* array of [str, str]: tb__ties */
     TB__FIELD_ENTRIES,     /* array of [str, bin]: tb__entries */
     TB__FIELD_OUTCOMES,    /* array of [str, uint, str, uint, bool]: tb__outcomes */
+    TB__FIELD_INT,         /* in arrays only: int64_t */
 } tb__field_type;
+
+/* The items of a field that is an array; in the struct, count and items are its first members. */
+typedef struct tb__list {
+    const char *wanted; /* "an array of [str, bin]" */
+    size_t size;        /* of an item in the struct */
+    size_t least;       /* bytes of an item in the map */
+    size_t nparts;      /* that an item has; 1: it is no array itself */
+    struct {
+        tb__field_type type;
+        size_t offset;
+    } parts[5];
+} tb__list;
+
+const tb__list *tb__list_of(tb__field_type type); /* NULL: it is no such array */
 
 typedef enum tb__field_rule {
     TB__REQUIRED,
-    TB__NILABLE, /* always there, but may be nil */
+    TB__NILABLE, /* always written, perhaps as nil; where it is read, it may be absent */
     TB__OPTION,  /* left out when it has its default; nil says the same */
 } tb__field_rule;
 
@@ -118,7 +134,7 @@ typedef struct tb__field {
     tb__field_type type;
     tb__field_rule rule;
     size_t offset;              /* in the struct */
-    uint64_t max;               /* UINT, MAYBE_UINT, STATUS: the largest; 0: any */
+    uint64_t max;               /* UINT, MAYBE_UINT, STATUS, also of OUTCOMES: the largest; 0: any */
     const char *const *choices; /* CHOICE: ends with NULL */
     const char *about;          /* for docs/protocol.md */
 } tb__field;

@@ -13,6 +13,7 @@ typedef struct reader {
     tb__arena *arena;
     const char *map;
     const tb__field *field;
+    const char *list; /* what the array is whose items are being read; NULL: none is */
 } reader;
 
 static void *field_address(void *out, const tb__field *field) {
@@ -33,7 +34,7 @@ static void write_choices(const char *const *choices, char *out, size_t nbytes) 
 
 static tb_status wrong_type(const reader *r, const tb__value *value, const char *wanted) {
     return tb__fail(TB_INVALID, "%s: %s is %s; it must be %s", r->map, r->field->name, tb__value_type_name(value->type),
-                    wanted);
+                    r->list ? r->list : wanted);
 }
 
 static tb_status take_typed(reader *r, tb__value_type type, const char *wanted, tb__value *out) {
@@ -61,26 +62,29 @@ static tb_status take_string(reader *r, size_t most, const char **out) {
     return TB_OK;
 }
 
-static tb_status take_field_text(reader *r, const char **out) {
-    return take_string(r, r->field->type == TB__FIELD_SENTENCE ? TB__MAX_SENTENCE : TB__MAX_TEXT, out);
-}
-
-static tb_status take_uint(reader *r, uint64_t *out) {
+static tb_status take_uint(reader *r, uint64_t max, uint64_t *out) {
     tb__value value;
     TB_TRY(take_typed(r, TB__VALUE_UINT, "a number that is not negative", &value));
-    if (r->field->max && value.positive > r->field->max)
+    if (max && value.positive > max)
         return tb__fail(TB_TOO_BIG, "%s: %s is %" PRIu64 "; it is at most %" PRIu64, r->map, r->field->name,
-                        value.positive, r->field->max);
+                        value.positive, max);
     *out = value.positive;
     return TB_OK;
 }
 
 static tb_status take_field_float(reader *r, double *out) {
     tb__value value;
-    TB_TRY(take_typed(r, TB__VALUE_FLOAT, "a float", &value));
-    if (!isfinite(value.number))
+    TB_TRY(tb__value_take(&r->from, &value));
+    if (value.type == TB__VALUE_UINT)
+        *out = (double)value.positive;
+    else if (value.type == TB__VALUE_NEGATIVE)
+        *out = (double)value.negative;
+    else if (value.type != TB__VALUE_FLOAT)
+        return wrong_type(r, &value, "a number");
+    else if (!isfinite(value.number))
         return tb__fail(TB_INVALID, "%s: %s is not finite", r->map, r->field->name);
-    *out = value.number;
+    else
+        *out = value.number;
     return TB_OK;
 }
 
@@ -93,7 +97,7 @@ static tb_status take_bool(reader *r, bool *out) {
 
 static tb_status take_choice(reader *r, unsigned *out) {
     const char *text;
-    TB_TRY(take_field_text(r, &text));
+    TB_TRY(take_string(r, TB__MAX_TEXT, &text));
     for (unsigned i = 0; r->field->choices[i]; i++) {
         if (strcmp(r->field->choices[i], text) == 0) {
             *out = i + (r->field->rule == TB__OPTION);
@@ -107,7 +111,7 @@ static tb_status take_choice(reader *r, unsigned *out) {
 
 static tb_status take_dtype(reader *r, tb_dtype *out) {
     const char *text;
-    TB_TRY(take_field_text(r, &text));
+    TB_TRY(take_string(r, TB__MAX_TEXT, &text));
     tb_status status = tb_dtype_parse(text, out);
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s: %s", r->map, r->field->name);
 }
@@ -125,132 +129,42 @@ static tb_status take_container(reader *r, tb__value_type type, const char *want
     return TB_OK;
 }
 
-/* An array's header, and room for its items. How many it claims was compared with the bytes that are there, of which
- * each item has at least `least`. */
-static tb_status take_field_array(reader *r, size_t size, size_t least, size_t *count, void **items) {
+static tb_status take_int(reader *r, int64_t *out) {
     tb__value value;
-    TB_TRY(take_typed(r, TB__VALUE_ARRAY, "an array", &value));
-    if (value.count > TB__MAX_ITEMS)
-        return tb__fail(TB_TOO_BIG, "%s: %s has %" PRIu32 " items; at most %d are allowed", r->map, r->field->name,
-                        value.count, TB__MAX_ITEMS);
-    if (value.count > (size_t)(r->from.end - r->from.at) / least)
-        return tb__fail(TB_INVALID, "%s: %s has fewer than %" PRIu32 " items of its kind", r->map, r->field->name,
-                        value.count);
-    *count = value.count;
-    *items = NULL;
-    if (value.count > 0)
-        *items = tb__arena_alloc(r->arena, value.count, size);
-    return value.count == 0 || *items ? TB_OK : TB_NO_MEMORY;
-}
-
-/* The header of an item of an array, which is an array of so many. */
-static tb_status take_item(reader *r, uint32_t count, const char *wanted) {
-    tb__value value;
-    TB_TRY(take_typed(r, TB__VALUE_ARRAY, wanted, &value));
-    if (value.count != count)
-        return tb__fail(TB_INVALID, "%s: %s has an item of %" PRIu32 "; it must be %s", r->map, r->field->name,
-                        value.count, wanted);
+    TB_TRY(tb__value_take(&r->from, &value));
+    if (value.type != TB__VALUE_NEGATIVE && value.type != TB__VALUE_UINT)
+        return wrong_type(r, &value, "a number");
+    if (value.type == TB__VALUE_UINT && value.positive > INT64_MAX)
+        return tb__fail(TB_TOO_BIG, "%s: %s has %" PRIu64 " in it", r->map, r->field->name, value.positive);
+    *out = value.type == TB__VALUE_NEGATIVE ? value.negative : (int64_t)value.positive;
     return TB_OK;
 }
 
-static tb_status take_entries(reader *r, tb__entries *out) {
-    tb__entry *item;
-    size_t count;
-    TB_TRY(take_field_array(r, sizeof *item, 4, &count, (void **)&item));
-    for (size_t i = 0; i < count; i++) {
-        tb__value payload;
-        TB_TRY(take_item(r, 2, "an array of [str, bin]"));
-        TB_TRY(take_field_text(r, &item[i].pair_name));
-        TB_TRY(take_typed(r, TB__VALUE_BIN, "an array of [str, bin]", &payload));
-        item[i].payload = payload.bytes;
-    }
-    *out = (tb__entries){.count = count, .item = item};
-    return TB_OK;
-}
+static tb_status take_list(reader *r, const tb__list *list, void *out);
 
-static tb_status take_ties(reader *r, tb__ties *out) {
-    tb_tie *item;
-    size_t count;
-    TB_TRY(take_field_array(r, sizeof *item, 3, &count, (void **)&item));
-    for (size_t i = 0; i < count; i++) {
-        TB_TRY(take_item(r, 2, "an array of [str, str]"));
-        TB_TRY(take_field_text(r, &item[i].name));
-        TB_TRY(take_field_text(r, &item[i].canonical));
-    }
-    *out = (tb__ties){.count = count, .item = item};
-    return TB_OK;
-}
-
-static tb_status take_status(reader *r, tb_status *out) {
-    uint64_t code;
-    TB_TRY(take_uint(r, &code));
-    *out = (tb_status) - (int)code;
-    return TB_OK;
-}
-
-/* The field's `max` bounds the statuses. */
-static tb_status take_outcomes(reader *r, tb__outcomes *out) {
-    static const char *const wanted = "an array of [str, uint, str, uint, bool]";
-    tb__outcome *item;
-    size_t count;
-    TB_TRY(take_field_array(r, sizeof *item, 6, &count, (void **)&item));
-    for (size_t i = 0; i < count; i++) {
-        tb__value version;
-        TB_TRY(take_item(r, 5, wanted));
-        TB_TRY(take_field_text(r, &item[i].pair_name));
-        TB_TRY(take_status(r, &item[i].status));
-        TB_TRY(take_string(r, TB__MAX_SENTENCE, &item[i].message));
-        TB_TRY(take_typed(r, TB__VALUE_UINT, wanted, &version));
-        item[i].version = version.positive;
-        TB_TRY(take_bool(r, &item[i].is_torn));
-    }
-    *out = (tb__outcomes){.count = count, .item = item};
-    return TB_OK;
-}
-
-static tb_status take_texts(reader *r, tb__texts *out) {
-    const char **item;
-    size_t count;
-    TB_TRY(take_field_array(r, sizeof *item, 1, &count, (void **)&item));
-    for (size_t i = 0; i < count; i++)
-        TB_TRY(take_field_text(r, &item[i]));
-    *out = (tb__texts){.count = count, .item = item};
-    return TB_OK;
-}
-
-static tb_status take_ints(reader *r, tb__ints *out) {
-    int64_t *item;
-    size_t count;
-    TB_TRY(take_field_array(r, sizeof *item, 1, &count, (void **)&item));
-    for (size_t i = 0; i < count; i++) {
-        tb__value value;
-        TB_TRY(tb__value_take(&r->from, &value));
-        if (value.type == TB__VALUE_NEGATIVE)
-            item[i] = value.negative;
-        else if (value.type != TB__VALUE_UINT)
-            return wrong_type(r, &value, "an array of numbers");
-        else if (value.positive > INT64_MAX)
-            return tb__fail(TB_TOO_BIG, "%s: %s has %" PRIu64 " in it", r->map, r->field->name, value.positive);
-        else
-            item[i] = (int64_t)value.positive;
-    }
-    *out = (tb__ints){.count = count, .item = item, .is_set = true};
-    return TB_OK;
-}
-
-static tb_status take_field(reader *r, void *at) {
-    switch (r->field->type) {
+static tb_status take_value(reader *r, tb__field_type type, void *at) {
+    const tb__list *list = tb__list_of(type);
+    if (list)
+        return take_list(r, list, at);
+    switch (type) {
     case TB__FIELD_TEXT:
+        return take_string(r, TB__MAX_TEXT, at);
     case TB__FIELD_SENTENCE:
-        return take_field_text(r, at);
+        return take_string(r, TB__MAX_SENTENCE, at);
     case TB__FIELD_CHOICE:
         return take_choice(r, at);
     case TB__FIELD_DTYPE:
         return take_dtype(r, at);
-    case TB__FIELD_STATUS:
-        return take_status(r, at);
+    case TB__FIELD_STATUS: {
+        uint64_t code;
+        TB_TRY(take_uint(r, r->field->max, &code));
+        *(tb_status *)at = (tb_status) - (int)code;
+        return TB_OK;
+    }
     case TB__FIELD_UINT:
-        return take_uint(r, at);
+        return take_uint(r, r->field->type == type ? r->field->max : 0, at);
+    case TB__FIELD_INT:
+        return take_int(r, at);
     case TB__FIELD_BOOL:
         return take_bool(r, at);
     case TB__FIELD_UNLESS: {
@@ -261,7 +175,7 @@ static tb_status take_field(reader *r, void *at) {
     }
     case TB__FIELD_MAYBE_UINT:
         ((tb__maybe_uint *)at)->is_set = true;
-        return take_uint(r, &((tb__maybe_uint *)at)->value);
+        return take_uint(r, r->field->max, &((tb__maybe_uint *)at)->value);
     case TB__FIELD_MAYBE_FLOAT:
         ((tb__maybe_float *)at)->is_set = true;
         return take_field_float(r, &((tb__maybe_float *)at)->value);
@@ -278,18 +192,44 @@ static tb_status take_field(reader *r, void *at) {
         return take_container(r, TB__VALUE_MAP, "a map", at);
     case TB__FIELD_ARRAY:
         return take_container(r, TB__VALUE_ARRAY, "an array", at);
-    case TB__FIELD_INTS:
-        return take_ints(r, at);
-    case TB__FIELD_TEXTS:
-        return take_texts(r, at);
-    case TB__FIELD_TIES:
-        return take_ties(r, at);
-    case TB__FIELD_ENTRIES:
-        return take_entries(r, at);
-    case TB__FIELD_OUTCOMES:
-        return take_outcomes(r, at);
+    default:
+        return tb__fail(TB_INTERNAL, "%s: %s has no type", r->map, r->field->name);
     }
-    return tb__fail(TB_INTERNAL, "%s: %s has no type", r->map, r->field->name);
+}
+
+/* How many items it claims was compared with the bytes that are there. */
+static tb_status take_list(reader *r, const tb__list *list, void *out) {
+    struct {
+        size_t count;
+        char *item;
+    } all = {0};
+    tb__value value;
+    TB_TRY(take_typed(r, TB__VALUE_ARRAY, "an array", &value));
+    if (value.count > TB__MAX_ITEMS)
+        return tb__fail(TB_TOO_BIG, "%s: %s has %" PRIu32 " items; at most %d are allowed", r->map, r->field->name,
+                        value.count, TB__MAX_ITEMS);
+    if (value.count > (size_t)(r->from.end - r->from.at) / list->least)
+        return tb__fail(TB_INVALID, "%s: %s has fewer than %" PRIu32 " items of its kind", r->map, r->field->name,
+                        value.count);
+    all.count = value.count;
+    if (all.count > 0 && !(all.item = tb__arena_alloc(r->arena, all.count, list->size)))
+        return TB_NO_MEMORY;
+    r->list = list->wanted;
+    for (size_t i = 0; i < all.count; i++) {
+        if (list->nparts > 1) {
+            TB_TRY(take_typed(r, TB__VALUE_ARRAY, "an array", &value));
+            if (value.count != list->nparts)
+                return tb__fail(TB_INVALID, "%s: %s has an item of %" PRIu32 "; it must be %s", r->map, r->field->name,
+                                value.count, list->wanted);
+        }
+        for (size_t j = 0; j < list->nparts; j++)
+            TB_TRY(take_value(r, list->parts[j].type, all.item + i * list->size + list->parts[j].offset));
+    }
+    r->list = NULL;
+    memcpy(out, &all, sizeof all);
+    if (r->field->type == TB__FIELD_INTS)
+        ((tb__ints *)out)->is_set = true;
+    return TB_OK;
 }
 
 /* Skips a nil; false if the next value is another. */
@@ -327,7 +267,7 @@ static tb_status take_key_value(reader *r, const tb__schema *schema, uint64_t *s
         return tb__value_skip(&r->from, 1);
     if (r->field->rule != TB__REQUIRED && accept_nil(&r->from))
         return TB_OK;
-    return take_field(r, field_address(out, r->field));
+    return take_value(r, r->field->type, field_address(out, r->field));
 }
 
 tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out) {
@@ -343,7 +283,7 @@ tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *ar
     for (uint32_t i = 0; i < header.count; i++)
         TB_TRY(take_key_value(&r, schema, &seen, out));
     for (size_t i = 0; i < schema->nfields; i++) {
-        if (schema->fields[i].rule != TB__OPTION && !(seen >> i & 1))
+        if (schema->fields[i].rule == TB__REQUIRED && !(seen >> i & 1))
             return tb__fail(TB_INVALID, "%s: %s is missing", schema->name, schema->fields[i].name);
     }
     return TB_OK;

@@ -60,11 +60,10 @@ static void test_refusals_name_the_field(void **state) {
     pair(&h, "batch", "b");
     expect_refused(&h, "CleanupBatch: batch_id is missing");
 
-    begin(&h, 3);
+    begin(&h, 2);
     pair(&h, "type", "CleanupBatch");
-    pair(&h, "batch_id", "b");
-    pair(&h, "timestamp", NULL);
-    expect_refused(&h, "CleanupBatch: semaphore_name is missing");
+    pair(&h, "timestamp", "now");
+    expect_refused(&h, "CleanupBatch: timestamp is a string; it must be a number");
 
     begin(&h, 2);
     pair(&h, "type", "Transfer");
@@ -212,6 +211,45 @@ static void decode_by_hand(by_hand *h, tb__arena *arena, tb__message *out) {
     free(h->bytes.item);
 }
 
+/* What may be nil may be absent; a time may be an integer. */
+static void test_defaults_may_be_absent(void **state) {
+    (void)state;
+    static const struct {
+        int64_t given;
+        double read;
+    } times[] = {{0, 0}, {1700000000, 1700000000}, {-3, -3}, {INT64_MIN, -0x1p63}};
+    by_hand h;
+    tb__arena arena = {0};
+    tb__message m;
+    begin(&h, 5);
+    pair(&h, "type", "InitPair");
+    pair(&h, "pair_name", "p");
+    pair(&h, "local_name", "a");
+    pair(&h, "remote_name", "b");
+    number(&h, "expected_world_size", 2);
+    decode_by_hand(&h, &arena, &m);
+    assert_true(m.mesh.nbytes == 0 && m.placements.nbytes == 0 && !m.timestamp.is_set && !m.semaphore_name);
+
+    begin(&h, 3);
+    pair(&h, "type", "RegisterTensors");
+    pair(&h, "batch_id", "b");
+    str(&h, "tensors");
+    msgpack_pack_array(&h.packer, 0);
+    decode_by_hand(&h, &arena, &m);
+    assert_false(m.bucket_size.is_set);
+
+    for (size_t i = 0; i < sizeof times / sizeof *times; i++) {
+        begin(&h, 3);
+        pair(&h, "type", "CleanupBatch");
+        pair(&h, "batch_id", "b");
+        str(&h, "timestamp");
+        msgpack_pack_int64(&h.packer, times[i].given);
+        decode_by_hand(&h, &arena, &m);
+        assert_true(m.timestamp.is_set && m.timestamp.value == times[i].read);
+    }
+    tb__arena_fini(&arena);
+}
+
 /* Each key goes to its own member. */
 static void test_members(void **state) {
     (void)state;
@@ -246,7 +284,8 @@ static void test_members(void **state) {
     number(&h, "max_in_flight", 5);
     decode_by_hand(&h, &arena, &m);
     assert_true(m.max_in_flight == 5);
-    assert_true(m.kind == TB__REGISTER_TENSORS && m.bucket_size == 1 && m.timeout_ms == 2 && m.staging_bytes == 3);
+    assert_true(m.kind == TB__REGISTER_TENSORS && m.bucket_size.value == 1 && m.timeout_ms == 2 &&
+                m.staging_bytes == 3);
     assert_true(m.group_window == 4 && m.snapshot && !m.staged && m.commit == TB__SHADOW && m.checksum.value);
     assert_true(m.tensors.count == 1 && m.tensors.item[0].payload.nbytes == 3 && m.ties.count == 1);
     assert_string_equal(m.tensors.item[0].pair_name, "p");
@@ -383,7 +422,8 @@ static void test_hello_of_another_version(void **state) {
     assert_int_equal(tb__message_decode((tb__blob){h.bytes.item, h.bytes.count}, &arena, &message), TB_OK);
     assert_int_equal(message.kind, TB__HELLO);
     assert_int_equal(tb__hello_check(&message), TB_REFUSED);
-    assert_string_equal(tb_error_detail(), "the client speaks version 7 of the bus protocol, the agent version 1");
+    assert_string_equal(tb_error_detail(),
+                        "the client speaks version 7 of the bus protocol, the agent versions 1 to 2");
     message.protocol = TB__PROTOCOL_VERSION;
     assert_int_equal(tb__hello_check(&message), TB_OK);
     free(h.bytes.item);
@@ -392,11 +432,9 @@ static void test_hello_of_another_version(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_refusals_name_the_field),
-        cmocka_unit_test(test_any_order_and_unknown_keys),
-        cmocka_unit_test(test_members),
-        cmocka_unit_test(test_nesting_is_bounded),
-        cmocka_unit_test(test_claims_allocate_nothing),
+        cmocka_unit_test(test_refusals_name_the_field),  cmocka_unit_test(test_any_order_and_unknown_keys),
+        cmocka_unit_test(test_defaults_may_be_absent),   cmocka_unit_test(test_members),
+        cmocka_unit_test(test_nesting_is_bounded),       cmocka_unit_test(test_claims_allocate_nothing),
         cmocka_unit_test(test_hello_of_another_version),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

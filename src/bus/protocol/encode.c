@@ -32,45 +32,65 @@ static const void *const_field_address(const void *from, const tb__field *field)
     return (const char *)from + field->offset;
 }
 
-/* Whether there is something to write other than nil or the default. */
-static bool field_is_set(const tb__field *field, const void *at) {
-    switch (field->type) {
-    case TB__FIELD_TEXT:
-    case TB__FIELD_SENTENCE:
-        return *(const char *const *)at != NULL;
-    case TB__FIELD_CHOICE:
-        return *(const unsigned *)at != 0;
-    case TB__FIELD_DTYPE:
-        return *(const tb_dtype *)at != TB_DTYPE_NONE;
-    case TB__FIELD_STATUS:
-        return *(const tb_status *)at != TB_OK;
-    case TB__FIELD_UINT:
-        return *(const uint64_t *)at != 0;
-    case TB__FIELD_BOOL:
-    case TB__FIELD_UNLESS:
-        return *(const bool *)at;
-    case TB__FIELD_MAYBE_UINT:
-        return ((const tb__maybe_uint *)at)->is_set;
-    case TB__FIELD_MAYBE_FLOAT:
-        return ((const tb__maybe_float *)at)->is_set;
-    case TB__FIELD_MAYBE_BOOL:
-        return ((const tb__maybe_bool *)at)->is_set;
-    case TB__FIELD_BIN:
-    case TB__FIELD_MAP:
-    case TB__FIELD_ARRAY:
-        return ((const tb__blob *)at)->nbytes > 0;
-    case TB__FIELD_INTS:
-        return ((const tb__ints *)at)->is_set;
-    case TB__FIELD_TEXTS:
-        return ((const tb__texts *)at)->count > 0;
-    case TB__FIELD_TIES:
-        return ((const tb__ties *)at)->count > 0;
-    case TB__FIELD_ENTRIES:
-        return ((const tb__entries *)at)->count > 0;
-    case TB__FIELD_OUTCOMES:
-        return ((const tb__outcomes *)at)->count > 0;
-    }
-    return false;
+#define PART(type, member)                                                                                             \
+    { TB__FIELD_##type, offsetof(tb__outcome, member) }
+static const tb__list lists[] = {
+    [TB__FIELD_INTS] = {"an array of numbers", sizeof(int64_t), 1, 1, {{TB__FIELD_INT, 0}}},
+    [TB__FIELD_TEXTS] = {"an array of str", sizeof(const char *), 1, 1, {{TB__FIELD_TEXT, 0}}},
+    [TB__FIELD_TIES] = {"an array of [str, str]",
+                        sizeof(tb_tie),
+                        3,
+                        2,
+                        {{TB__FIELD_TEXT, offsetof(tb_tie, name)}, {TB__FIELD_TEXT, offsetof(tb_tie, canonical)}}},
+    [TB__FIELD_ENTRIES] = {"an array of [str, bin]",
+                           sizeof(tb__entry),
+                           4,
+                           2,
+                           {{TB__FIELD_TEXT, offsetof(tb__entry, pair_name)},
+                            {TB__FIELD_BIN, offsetof(tb__entry, payload)}}},
+    [TB__FIELD_OUTCOMES] = {"an array of [str, uint, str, uint, bool]",
+                            sizeof(tb__outcome),
+                            6,
+                            5,
+                            {PART(TEXT, pair_name), PART(STATUS, status), PART(SENTENCE, message), PART(UINT, version),
+                             PART(BOOL, is_torn)}},
+    [TB__FIELD_INT] = {0},
+};
+
+const tb__list *tb__list_of(tb__field_type type) {
+    return lists[type].nparts ? &lists[type] : NULL;
+}
+
+/* Whether there is something to write other than nil or the default: any of these bytes is not 0. */
+static bool field_is_set(const tb__field *field, const void *from) {
+    static const struct {
+        size_t offset, nbytes;
+    } telling[] = {
+        [TB__FIELD_TEXT] = {0, sizeof(const char *)},
+        [TB__FIELD_SENTENCE] = {0, sizeof(const char *)},
+        [TB__FIELD_CHOICE] = {0, sizeof(unsigned)},
+        [TB__FIELD_DTYPE] = {0, sizeof(tb_dtype)},
+        [TB__FIELD_STATUS] = {0, sizeof(tb_status)},
+        [TB__FIELD_UINT] = {0, sizeof(uint64_t)},
+        [TB__FIELD_BOOL] = {0, sizeof(bool)},
+        [TB__FIELD_UNLESS] = {0, sizeof(bool)},
+        [TB__FIELD_MAYBE_UINT] = {offsetof(tb__maybe_uint, is_set), sizeof(bool)},
+        [TB__FIELD_MAYBE_FLOAT] = {offsetof(tb__maybe_float, is_set), sizeof(bool)},
+        [TB__FIELD_MAYBE_BOOL] = {offsetof(tb__maybe_bool, is_set), sizeof(bool)},
+        [TB__FIELD_BIN] = {offsetof(tb__blob, nbytes), sizeof(size_t)},
+        [TB__FIELD_MAP] = {offsetof(tb__blob, nbytes), sizeof(size_t)},
+        [TB__FIELD_ARRAY] = {offsetof(tb__blob, nbytes), sizeof(size_t)},
+        [TB__FIELD_INTS] = {offsetof(tb__ints, is_set), sizeof(bool)},
+        [TB__FIELD_TEXTS] = {0, sizeof(size_t)},
+        [TB__FIELD_TIES] = {0, sizeof(size_t)},
+        [TB__FIELD_ENTRIES] = {0, sizeof(size_t)},
+        [TB__FIELD_OUTCOMES] = {0, sizeof(size_t)},
+    };
+    const uint8_t *at = (const uint8_t *)const_field_address(from, field) + telling[field->type].offset;
+    uint8_t any = 0;
+    for (size_t i = 0; i < telling[field->type].nbytes; i++)
+        any |= at[i];
+    return any != 0;
 }
 
 static tb_status put_str(writer *w, const char *text, size_t nbytes) {
@@ -106,10 +126,10 @@ static tb_status put_sentence(writer *w, const char *text) {
     return put_str(w, clean, nbytes);
 }
 
-static tb_status put_uint(writer *w, uint64_t value) {
-    if (w->field->max && value > w->field->max)
+static tb_status put_uint(writer *w, uint64_t value, uint64_t max) {
+    if (max && value > max)
         return tb__fail(TB_TOO_BIG, "%s: %s is %" PRIu64 "; it is at most %" PRIu64, w->map, w->field->name, value,
-                        w->field->max);
+                        max);
     return packer_status(msgpack_pack_uint64(&w->packer, value));
 }
 
@@ -139,73 +159,19 @@ static tb_status put_bin(writer *w, tb__blob bytes) {
     return bytes.nbytes ? packer_status(msgpack_pack_bin_body(&w->packer, bytes.data, bytes.nbytes)) : TB_OK;
 }
 
-static tb_status put_count(writer *w, size_t count) {
-    if (count > TB__MAX_ITEMS)
-        return tb__fail(TB_TOO_BIG, "%s: %s has %zu items; at most %d are allowed", w->map, w->field->name, count,
-                        TB__MAX_ITEMS);
-    return packer_status(msgpack_pack_array(&w->packer, count));
-}
-
-static tb_status put_entries(writer *w, const tb__entries *entries) {
-    TB_TRY(put_count(w, entries->count));
-    for (size_t i = 0; i < entries->count; i++) {
-        TB_TRY(packer_status(msgpack_pack_array(&w->packer, 2)));
-        TB_TRY(put_text(w, entries->item[i].pair_name));
-        TB_TRY(put_bin(w, entries->item[i].payload));
-    }
-    return TB_OK;
-}
-
-static tb_status put_ties(writer *w, const tb__ties *ties) {
-    TB_TRY(put_count(w, ties->count));
-    for (size_t i = 0; i < ties->count; i++) {
-        TB_TRY(packer_status(msgpack_pack_array(&w->packer, 2)));
-        TB_TRY(put_text(w, ties->item[i].name));
-        TB_TRY(put_text(w, ties->item[i].canonical));
-    }
-    return TB_OK;
-}
-
-static tb_status put_status(writer *w, tb_status status) {
-    return put_uint(w, (uint64_t) - (int64_t)status);
-}
-
-static tb_status put_outcomes(writer *w, const tb__outcomes *outcomes) {
-    TB_TRY(put_count(w, outcomes->count));
-    for (size_t i = 0; i < outcomes->count; i++) {
-        const tb__outcome *o = &outcomes->item[i];
-        TB_TRY(packer_status(msgpack_pack_array(&w->packer, 5)));
-        TB_TRY(put_text(w, o->pair_name));
-        TB_TRY(put_status(w, o->status));
-        TB_TRY(put_sentence(w, o->message));
-        TB_TRY(packer_status(msgpack_pack_uint64(&w->packer, o->version)));
-        TB_TRY(put_bool(w, o->is_torn));
-    }
-    return TB_OK;
-}
-
-static tb_status put_texts(writer *w, const tb__texts *texts) {
-    TB_TRY(put_count(w, texts->count));
-    for (size_t i = 0; i < texts->count; i++)
-        TB_TRY(put_text(w, texts->item[i]));
-    return TB_OK;
-}
-
-static tb_status put_ints(writer *w, const tb__ints *ints) {
-    TB_TRY(put_count(w, ints->count));
-    for (size_t i = 0; i < ints->count; i++)
-        TB_TRY(packer_status(msgpack_pack_int64(&w->packer, ints->item[i])));
-    return TB_OK;
-}
-
 static tb_status put_value(writer *w, tb__blob value) {
     if (value.nbytes == 0)
         return tb__fail(TB_INVALID, "%s: %s is not set", w->map, w->field->name);
     return packer_status(append_packed(w->packer.data, (const char *)value.data, value.nbytes));
 }
 
-static tb_status put_field(writer *w, const void *at) {
-    switch (w->field->type) {
+static tb_status put_list(writer *w, const tb__list *list, const void *at);
+
+static tb_status put_typed(writer *w, tb__field_type type, const void *at) {
+    const tb__list *list = tb__list_of(type);
+    if (list)
+        return put_list(w, list, at);
+    switch (type) {
     case TB__FIELD_TEXT:
         return put_text(w, *(const char *const *)at);
     case TB__FIELD_SENTENCE:
@@ -215,15 +181,17 @@ static tb_status put_field(writer *w, const void *at) {
     case TB__FIELD_DTYPE:
         return put_text(w, tb_dtype_name(*(const tb_dtype *)at));
     case TB__FIELD_STATUS:
-        return put_status(w, *(const tb_status *)at);
+        return put_uint(w, (uint64_t) - (int64_t) * (const tb_status *)at, w->field->max);
     case TB__FIELD_UINT:
-        return put_uint(w, *(const uint64_t *)at);
+        return put_uint(w, *(const uint64_t *)at, w->field->type == type ? w->field->max : 0);
+    case TB__FIELD_INT:
+        return packer_status(msgpack_pack_int64(&w->packer, *(const int64_t *)at));
     case TB__FIELD_BOOL:
         return put_bool(w, *(const bool *)at);
     case TB__FIELD_UNLESS:
         return put_bool(w, !*(const bool *)at);
     case TB__FIELD_MAYBE_UINT:
-        return put_uint(w, ((const tb__maybe_uint *)at)->value);
+        return put_uint(w, ((const tb__maybe_uint *)at)->value, w->field->max);
     case TB__FIELD_MAYBE_FLOAT:
         return put_float(w, ((const tb__maybe_float *)at)->value);
     case TB__FIELD_MAYBE_BOOL:
@@ -233,25 +201,34 @@ static tb_status put_field(writer *w, const void *at) {
     case TB__FIELD_MAP:
     case TB__FIELD_ARRAY:
         return put_value(w, *(const tb__blob *)at);
-    case TB__FIELD_INTS:
-        return put_ints(w, at);
-    case TB__FIELD_TEXTS:
-        return put_texts(w, at);
-    case TB__FIELD_TIES:
-        return put_ties(w, at);
-    case TB__FIELD_ENTRIES:
-        return put_entries(w, at);
-    case TB__FIELD_OUTCOMES:
-        return put_outcomes(w, at);
+    default:
+        return tb__fail(TB_INTERNAL, "%s: %s has no type", w->map, w->field->name);
     }
-    return tb__fail(TB_INTERNAL, "%s: %s has no type", w->map, w->field->name);
+}
+
+static tb_status put_list(writer *w, const tb__list *list, const void *at) {
+    struct {
+        size_t count;
+        const char *item;
+    } all;
+    memcpy(&all, at, sizeof all);
+    if (all.count > TB__MAX_ITEMS)
+        return tb__fail(TB_TOO_BIG, "%s: %s has %zu items; at most %d are allowed", w->map, w->field->name, all.count,
+                        TB__MAX_ITEMS);
+    TB_TRY(packer_status(msgpack_pack_array(&w->packer, all.count)));
+    for (size_t i = 0; i < all.count; i++) {
+        if (list->nparts > 1)
+            TB_TRY(packer_status(msgpack_pack_array(&w->packer, list->nparts)));
+        for (size_t j = 0; j < list->nparts; j++)
+            TB_TRY(put_typed(w, list->parts[j].type, all.item + i * list->size + list->parts[j].offset));
+    }
+    return TB_OK;
 }
 
 static tb_status put_map(writer *w, const tb__schema *schema, const void *from) {
     size_t count = schema->has_type;
     for (size_t i = 0; i < schema->nfields; i++)
-        count += schema->fields[i].rule != TB__OPTION ||
-                 field_is_set(&schema->fields[i], const_field_address(from, &schema->fields[i]));
+        count += schema->fields[i].rule != TB__OPTION || field_is_set(&schema->fields[i], from);
     TB_TRY(packer_status(msgpack_pack_map(&w->packer, count)));
     if (schema->has_type) {
         TB_TRY(put_str(w, "type", strlen("type")));
@@ -259,15 +236,14 @@ static tb_status put_map(writer *w, const tb__schema *schema, const void *from) 
     }
     for (size_t i = 0; i < schema->nfields; i++) {
         w->field = &schema->fields[i];
-        const void *at = const_field_address(from, w->field);
-        bool is_there = field_is_set(w->field, at);
+        bool is_there = field_is_set(w->field, from);
         if (w->field->rule == TB__OPTION && !is_there)
             continue;
         TB_TRY(put_str(w, w->field->name, strlen(w->field->name)));
         if (w->field->rule == TB__NILABLE && !is_there)
             TB_TRY(packer_status(msgpack_pack_nil(&w->packer)));
         else
-            TB_TRY(put_field(w, at));
+            TB_TRY(put_typed(w, w->field->type, const_field_address(from, w->field)));
     }
     return TB_OK;
 }

@@ -36,6 +36,15 @@ void tb__frame_filled(tb__frame_reader *reader, size_t nbytes) {
     reader->bytes.count += nbytes;
 }
 
+tb_status tb__frame_add(tb__frame_reader *reader, const void *data, size_t nbytes) {
+    forget_taken(reader);
+    if (!tb__vec_reserve(&reader->bytes, nbytes))
+        return TB_NO_MEMORY;
+    memcpy(reader->bytes.item + reader->bytes.count, data, nbytes);
+    reader->bytes.count += nbytes;
+    return TB_OK;
+}
+
 tb_status tb__frame_next(tb__frame_reader *reader, tb__blob *map, bool *has_frame) {
     *has_frame = false;
     size_t waiting = reader->bytes.count - reader->taken;

@@ -21,9 +21,13 @@ static const char *const state_names[] = {[TB__STATE_ALL] = "",
                                           [TB__STATE_ERROR] = "error",
                                           NULL};
 
-static const char *const events[] = {
-    [TB__EVENT_RELEASED] = "released",   [TB__EVENT_ARRIVED] = "arrived", [TB__EVENT_COMMITTING] = "committing",
-    [TB__EVENT_COMMITTED] = "committed", [TB__EVENT_FAILED] = "failed",   NULL};
+static const char *const events[] = {[TB__EVENT_RELEASED] = "released",
+                                     [TB__EVENT_ARRIVED] = "arrived",
+                                     [TB__EVENT_COMMITTING] = "committing",
+                                     [TB__EVENT_COMMITTED] = "committed",
+                                     [TB__EVENT_FAILED] = "failed",
+                                     [TB__EVENT_PROGRESS] = "progress",
+                                     NULL};
 
 const char *tb__event_name_text(tb__event_name name) {
     return events[name];
@@ -38,7 +42,7 @@ const char *tb__event_name_text(tb__event_name name) {
 
 /* Every command has these after its own fields; options follow. */
 #define COMMON                                                                                                         \
-    FIELD("timestamp", MAYBE_FLOAT, NILABLE, timestamp, ABOUT("the client's time, in seconds; nobody here uses it")),  \
+    FIELD("timestamp", MAYBE_FLOAT, NILABLE, timestamp, ABOUT("the client's time, in seconds, or an int; nobody here uses it")),  \
     FIELD("semaphore_name", TEXT, NILABLE, semaphore_name, ABOUT("posted when the command has succeeded or failed"))
 #define TIMEOUT                                                                                                        \
     FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("after which the command fails; default: the agent's own"))
@@ -49,7 +53,7 @@ const char *tb__event_name_text(tb__event_name name) {
 #define BATCH_ID FIELD("batch_id", TEXT, REQUIRED, batch_id, ABOUT("the batch's name"))
 
 static const tb__field hello[] = {
-    FIELD("version", UINT, REQUIRED, protocol, ABOUT("the protocol's version, 1")),
+    FIELD("version", UINT, REQUIRED, protocol, ABOUT("the protocol's version, 1 or 2")),
     FIELD("token", TEXT, NILABLE, token, ABOUT("what the agent wants to hear, if it was given a token")),
     FIELD("client", TEXT, REQUIRED, client, ABOUT("a name for the client, shown by `tensorbus status`")),
 };
@@ -60,16 +64,17 @@ static const tb__field init_pair[] = {
     FIELD("expected_world_size", UINT, REQUIRED, expected_world_size, MAX(MOST_RANKS),
           ABOUT("ranks of this side's group")),
     FIELD("remote_name", TEXT, REQUIRED, remote_name, ABOUT("the other side's group")),
-    FIELD("mesh_shape_payload", BIN, REQUIRED, mesh, ABOUT("this side's mesh; ranks are seats of the group")),
-    FIELD("placements_payload", BIN, REQUIRED, placements, ABOUT("a placement for each dim of the mesh")),
+    FIELD("mesh_shape_payload", BIN, NILABLE, mesh, ABOUT("this side's mesh; ranks are seats of the group; nil: seat i sends to seat i")),
+    FIELD("placements_payload", BIN, NILABLE, placements, ABOUT("a placement for each dim of the mesh; nil if the mesh is")),
     COMMON,
     TIMEOUT,
+    FIELD("index", MAYBE_UINT, OPTION, local_index, MAX(MOST_RANKS), ABOUT("the agent's seat in `local_name`; default: that which it has, or which follows from `expected_world_size`")),
 };
 
 static const tb__field register_tensors[] = {
     BATCH_ID,
     FIELD("tensors", ENTRIES, REQUIRED, tensors, ABOUT("for each tensor its pair's name and the tensor payload; no payload: the pair, without tensors")),
-    FIELD("bucket_size", UINT, REQUIRED, bucket_size, MAX(MOST_BYTES), ABOUT("bytes sent together; 0: 16 MiB")),
+    FIELD("bucket_size", MAYBE_UINT, NILABLE, bucket_size, MAX(MOST_BYTES), ABOUT("bytes sent together; 0: 16 MiB; nil: every chunk alone, as 1")),
     COMMON,
     TIMEOUT,
     FIELD("staging_bytes", UINT, OPTION, staging_bytes, MAX(MOST_BYTES),
@@ -82,6 +87,9 @@ static const tb__field register_tensors[] = {
     HOW_TO_COMMIT("`in_place`", "false"),
     FIELD("max_in_flight", UINT, OPTION, max_in_flight, MAX(UINT32_MAX), ABOUT("buckets under way per channel; default: 2")),
     FIELD("memories", ENTRIES, OPTION, memories, ABOUT("device memory that tensors are in: for each the device's name and the memory's payload")),
+    FIELD("sides", TEXTS, OPTION, sides, ABOUT("for each of `tensors` this side's group; default: the agent's own, if it has made the pair for that, else the one that it has made it for")),
+    FIELD("mark", MAYBE_UINT, OPTION, mark, MAX(UINT32_MAX), ABOUT("the descriptor with a word that is 1 when received data may have been written; default: none")),
+    FIELD("mark_offset", UINT, OPTION, mark_offset, MAX(MOST_BYTES), ABOUT("where the word is in that memory")),
 };
 
 static const tb__field transfer[] = {
@@ -94,12 +102,19 @@ static const tb__field transfer[] = {
     FIELD("events", BOOL, OPTION, events, ABOUT("Events tell how it goes; default: false")),
     FIELD("hold", BOOL, OPTION, hold, ABOUT("`recv` by `shadow`: waits for Proceed before the tensors change; default: false")),
     FIELD("skip_lost", BOOL, OPTION, skip_lost, ABOUT("goes without pairs that lost a rank; default: false")),
+    FIELD("whole_group", BOOL, OPTION, whole_group, ABOUT("committed means that all ranks of this side are; all of them say so; default: false")),
+    FIELD("progress", BOOL, OPTION, progress, ABOUT("with `events`: they tell of progress, too; default: false")),
+    FIELD("group_name", TEXT, OPTION, group_name, ABOUT("as which group, where the agent is in both groups of a pair")),
 };
 
 static const tb__field query_status[] = {
     BATCH_ID,
     FIELD("state_name", CHOICE, REQUIRED, state_name, CHOICES(state_names), ABOUT("what to tell; `\"\"`: everything")),
     COMMON,
+    FIELD("transfer_type", CHOICE, OPTION, asked, CHOICES(directions), ABOUT("the transfer that `states` in the Reply tells of")),
+    FIELD("question", UINT, OPTION, question, ABOUT("a number from 1: `transfer_signal` is the same on all ranks of the group that ask it; default: this rank's own")),
+    FIELD("group_name", TEXT, OPTION, group_name, ABOUT("with `question`: the group; default: the agent's own")),
+    TIMEOUT,
 };
 
 static const tb__field cleanup_batch[] = {
@@ -114,6 +129,52 @@ static const tb__field proceed[] = {
 };
 
 static const tb__field inspect[] = {
+    COMMON,
+};
+
+static const tb__field enter[] = {
+    FIELD("group_name", TEXT, REQUIRED, group_name, ABOUT("a group of ranks")),
+    FIELD("index", UINT, REQUIRED, seat, MAX(MOST_RANKS), ABOUT("the seat in it")),
+    FIELD("size", UINT, REQUIRED, seats, MAX(MOST_RANKS), ABOUT("of how many")),
+    COMMON,
+    TIMEOUT,
+};
+
+static const tb__field await_members[] = {
+    FIELD("group_name", TEXT, REQUIRED, group_name, ABOUT("a group of ranks")),
+    COMMON,
+    TIMEOUT,
+};
+
+static const tb__field cleanup_pair[] = {
+    FIELD("pair_name", TEXT, REQUIRED, pair_name, ABOUT("the pair's name")),
+    FIELD("local_name", TEXT, REQUIRED, local_name, ABOUT("this side's group")),
+    COMMON,
+};
+
+static const tb__field await_tensors[] = {
+    BATCH_ID,
+    COMMON,
+    TIMEOUT,
+    FIELD("group", MAYBE_UINT, OPTION, group, MAX(UINT32_MAX - 1), ABOUT("of tensors; default: none is waited for, and all may come")),
+};
+
+static const tb__field cancel[] = {
+    BATCH_ID,
+    FIELD("transfer_type", CHOICE, REQUIRED, direction, CHOICES(directions), ABOUT("which transfer of the batch")),
+    COMMON,
+};
+
+static const tb__field invalidate[] = {
+    FIELD("address", UINT, REQUIRED, address, ABOUT("where the memory begins, in the client")),
+    FIELD("nbytes", UINT, REQUIRED, nbytes, MAX(MOST_BYTES), ABOUT("how much it is")),
+    COMMON,
+    TIMEOUT,
+};
+
+static const tb__field dump[] = {
+    BATCH_ID,
+    FIELD("transfer_type", CHOICE, REQUIRED, direction, CHOICES(directions), ABOUT("which way")),
     COMMON,
 };
 
@@ -136,13 +197,20 @@ static const tb__field reply[] = {
     FIELD("groups_done", MAYBE_UINT, OPTION, groups_done, MAX(UINT32_MAX), ABOUT("groups of tensors that are done")),
     FIELD("groups_total", MAYBE_UINT, OPTION, groups_total, MAX(UINT32_MAX), ABOUT("of how many")),
     FIELD("error", SENTENCE, OPTION, error, ABOUT("why the last transfer failed; empty if it did not")),
-    FIELD("report", BIN, OPTION, report, ABOUT("Inspect: what the agent does, a JSON object")),
+    FIELD("report", BIN, OPTION, report, ABOUT("Inspect: what the agent does, a JSON object; Dump: the text")),
     FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("Hello: the timeout of commands that have none")),
     FIELD("events", TEXTS, OPTION, reached, ABOUT("QueryStatus: what Events have told, or would have")),
     FIELD("torn", MAYBE_BOOL, OPTION, torn, ABOUT("QueryStatus: the tensors have parts of a version that failed")),
     FIELD("pairs", OUTCOMES, OPTION, pairs, MAX(MOST_STATUS), ABOUT("by pair: its name, status and message of the last transfer, the last version, whether it is torn")),
     FIELD("mixed", MAYBE_BOOL, OPTION, mixed, ABOUT("QueryStatus: the pairs' versions differ; `version` is the last that all of them had together")),
     FIELD("unmapped", MAYBE_BOOL, OPTION, unmapped, ABOUT("RegisterTensors: it failed because device memory could not be mapped; the client has to copy it")),
+    FIELD("incarnation", MAYBE_UINT, OPTION, incarnation, ABOUT("Hello: how often the agent's bus rank has been taken")),
+    FIELD("states", ENTRIES, OPTION, states, ABOUT("a pair's name and the state of its part of the transfer; that of all together has the name `\"\"`")),
+    FIELD("plan_hits", MAYBE_UINT, OPTION, plan_hits, ABOUT("Inspect: how often a batch found its plan ready")),
+    FIELD("plan_misses", MAYBE_UINT, OPTION, plan_misses, ABOUT("Inspect: how often a plan had to be made")),
+    FIELD("plan_bytes", MAYBE_UINT, OPTION, plan_bytes, ABOUT("Inspect: the memory of plans that are kept")),
+    FIELD("in_doubt", MAYBE_BOOL, OPTION, in_doubt, ABOUT("QueryStatus: whether a version is committed is not known; the tensors have the one before")),
+    FIELD("question", UINT, OPTION, question, ABOUT("QueryStatus: `transfer_signal` is the group's answer to this question")),
 };
 
 static const tb__field event[] = {
@@ -151,6 +219,7 @@ static const tb__field event[] = {
     FIELD("status", STATUS, REQUIRED, status, MAX(MOST_STATUS), ABOUT("0, or the code of a failure")),
     FIELD("message", SENTENCE, REQUIRED, message, ABOUT("why it failed; empty if it did not")),
     FIELD("version", MAYBE_UINT, OPTION, version, ABOUT("the transfer's number, once it is known")),
+    FIELD("states", ENTRIES, OPTION, states, ABOUT("as in a Reply: with `committed`, `failed` and `progress`, to clients of version 2")),
 };
 
 #define SCHEMA(key, table)                                                                                             \
@@ -167,6 +236,13 @@ static const tb__schema schemas[] = {
     [TB__INSPECT] = SCHEMA("Inspect", inspect),
     [TB__REPLY] = SCHEMA("Reply", reply),
     [TB__EVENT] = SCHEMA("Event", event),
+    [TB__ENTER] = SCHEMA("Enter", enter),
+    [TB__AWAIT_MEMBERS] = SCHEMA("AwaitMembers", await_members),
+    [TB__CLEANUP_PAIR] = SCHEMA("CleanupPair", cleanup_pair),
+    [TB__AWAIT_TENSORS] = SCHEMA("AwaitTensors", await_tensors),
+    [TB__CANCEL] = SCHEMA("Cancel", cancel),
+    [TB__INVALIDATE] = SCHEMA("Invalidate", invalidate),
+    [TB__DUMP] = SCHEMA("Dump", dump),
 };
 /* clang-format on */
 
@@ -218,7 +294,7 @@ static tb_status decode_by_kind(tb__blob map, tb__arena *arena, tb__message *out
     tb__message message = {.kind = out->kind};
     tb__value version;
     if (out->kind == TB__HELLO && tb__map_find(map, "version", &version) && version.type == TB__VALUE_UINT &&
-        version.positive != TB__PROTOCOL_VERSION)
+        (version.positive < TB__OLDEST_PROTOCOL || version.positive > TB__PROTOCOL_VERSION))
         message.protocol = version.positive;
     else
         TB_TRY(tb__map_decode(&schemas[out->kind], map, arena, &message));
@@ -253,8 +329,9 @@ tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out) {
 }
 
 tb_status tb__hello_check(const tb__message *hello_message) {
-    if (hello_message->protocol == TB__PROTOCOL_VERSION)
+    if (hello_message->protocol >= TB__OLDEST_PROTOCOL && hello_message->protocol <= TB__PROTOCOL_VERSION)
         return TB_OK;
-    return tb__fail(TB_REFUSED, "the client speaks version %" PRIu64 " of the bus protocol, the agent version %d",
-                    hello_message->protocol, TB__PROTOCOL_VERSION);
+    return tb__fail(TB_REFUSED,
+                    "the client speaks version %" PRIu64 " of the bus protocol, the agent versions %d to %d",
+                    hello_message->protocol, TB__OLDEST_PROTOCOL, TB__PROTOCOL_VERSION);
 }

@@ -199,7 +199,8 @@ static bool accepts(tb__blob map, tb__arena *arena) {
         assert_true(*tb_error_detail());
         return false;
     }
-    if (message.kind == TB__HELLO && message.protocol != TB__PROTOCOL_VERSION)
+    if (message.kind == TB__HELLO &&
+        (message.protocol < TB__OLDEST_PROTOCOL || message.protocol > TB__PROTOCOL_VERSION))
         return true;
     tb__bytes frame = {0};
     assert_int_equal(tb__message_encode(&message, &frame), TB_OK);

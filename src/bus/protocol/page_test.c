@@ -110,6 +110,7 @@ static void test_every_field_is_documented(void **state) {
     expect_table("A tensor", &tb__tensor_schema);
     expect_table("Memory", &tb__memory_schema);
     expect_table("Device memory", &tb__device_memory_schema);
+    expect_table("A state", &tb__state_schema);
 }
 
 /* A value as text: JSON, but for bytes, which are <hex>. */
@@ -244,7 +245,7 @@ static void test_tensors(void **state) {
     expect_message(&(tb__message){.kind = TB__REGISTER_TENSORS,
                                   .batch_id = "b0",
                                   .tensors = {.count = 1, .item = &entry},
-                                  .bucket_size = 16 << 20,
+                                  .bucket_size = tb__some_uint(16 << 20),
                                   .commit = TB__SHADOW});
     tensor.layout = own;
     tensor.encode = "mxfp8";
@@ -257,6 +258,17 @@ static void test_tensors(void **state) {
     tb__device_memory device = {.id = 3, .fd = 2, .nfds = 1, .key = {(const uint8_t *)"\x01\x02\x03\x04", 4}};
     assert_int_equal(tb__device_memory_encode(&device, &memory), TB_OK);
     expect_payload("Device memory", &memory);
+    memory.count = 0;
+    tb__state_payload all = {.message = "",
+                             .events = TB_ARRIVED | TB_COMMITTED,
+                             .attempt = 8,
+                             .version = 8,
+                             .bytes_done = 8388608,
+                             .bytes_total = 8388608,
+                             .seconds = tb__some_float(0.25),
+                             .received = 8};
+    assert_int_equal(tb__map_encode(&tb__state_schema, &all, &memory), TB_OK);
+    expect_payload("A state", &memory);
     free(memory.item);
     free(payload.item);
     tb_layout_destroy(own);
@@ -276,6 +288,13 @@ static void test_other_messages(void **state) {
     expect_message(&(tb__message){.kind = TB__CLEANUP_BATCH, .batch_id = "b"});
     expect_message(&(tb__message){.kind = TB__PROCEED, .batch_id = "b0"});
     expect_message(&(tb__message){.kind = TB__INSPECT});
+    expect_message(&(tb__message){.kind = TB__ENTER, .group_name = "eval", .seat = 0, .seats = 2});
+    expect_message(&(tb__message){.kind = TB__AWAIT_MEMBERS, .group_name = "inference", .timeout_ms = 5000});
+    expect_message(&(tb__message){.kind = TB__CLEANUP_PAIR, .pair_name = "weights", .local_name = "trainer"});
+    expect_message(&(tb__message){.kind = TB__AWAIT_TENSORS, .batch_id = "b0", .group = tb__some_uint(7)});
+    expect_message(&(tb__message){.kind = TB__CANCEL, .batch_id = "b0", .direction = TB__RECV});
+    expect_message(&(tb__message){.kind = TB__INVALIDATE, .address = 0x7f5500001000, .nbytes = 4096});
+    expect_message(&(tb__message){.kind = TB__DUMP, .batch_id = "b0", .direction = TB__SEND});
     expect_message(&(tb__message){.kind = TB__REPLY,
                                   .message = "",
                                   .version = tb__some_uint(TB__PROTOCOL_VERSION),

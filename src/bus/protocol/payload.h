@@ -6,6 +6,7 @@
  *               ["E", dim, [[[start, stop], ...], ...]] (a list for each coordinate), ["P", op]
  *   tensor      see tb__tensor_payload
  *   memory      see tb__device_memory
+ *   state       see tb__state_payload
  *
  * Decoders check everything that can be checked without the rest of the batch. */
 #ifndef TB_BUS_PROTOCOL_PAYLOAD_H
@@ -16,7 +17,8 @@
 
 enum { TB__MAX_FDS = 1 << 16 }; /* that one frame can name */
 
-extern const tb__schema tb__mesh_schema, tb__memory_schema, tb__device_memory_schema, tb__tensor_schema;
+extern const tb__schema tb__mesh_schema, tb__memory_schema, tb__device_memory_schema, tb__tensor_schema,
+    tb__state_schema;
 
 /* Append the two payloads of a layout. */
 tb_status tb__mesh_encode(const tb_layout *layout, tb__bytes *out);
@@ -38,10 +40,11 @@ typedef enum tb__memory_kind {
  * in the file or in the client's maps. */
 typedef struct tb__payload_memory {
     tb__memory_kind kind;
-    uint32_t fd;     /* index among the descriptors of the frame, or among its device memories */
-    uint64_t offset; /* in the file, or in the device memory */
-    uint64_t address;
+    uint32_t fd;      /* index among the descriptors of the frame, or among its device memories */
+    uint64_t offset;  /* in the file, or in the device memory */
+    uint64_t address; /* the client's; 0: unknown, of clients of version 1, in a file or in device memory */
     uint64_t nbytes;
+    const char *copied_from; /* the device whose memory the client copies from and to here; NULL: none */
 } tb__payload_memory;
 
 /* Memory of a device of the client, by which the agent can map it. */
@@ -71,6 +74,20 @@ typedef struct tb__tensor_payload {
     tb__payload_memory scales; /* NONE: the format has none */
     tb__payload_memory scale;  /* one float; NONE: likewise */
 } tb__tensor_payload;
+
+/* How a transfer goes, or went, through one pair or all of them; the members mean what those of tb_transfer_state do.
+ */
+typedef struct tb__state_payload {
+    tb_status status;
+    const char *message; /* "" unless it failed */
+    uint64_t events;     /* a set of tb_event */
+    uint64_t attempt, version, bytes_done, bytes_total, groups_done, groups_total;
+    tb__maybe_float seconds, phase[TB_PHASE_COUNT];
+    uint64_t received;      /* the version that the client has in its tensors; 0: none */
+    bool is_torn, is_mixed; /* they are; of all pairs together, they differ */
+    const char *side;       /* this side's group, unless it is the agent's own; NULL: it is */
+    bool is_in_doubt;       /* of all pairs together: a receive has ended with TB_IN_DOUBT */
+} tb__state_payload;
 
 /* Appends the payload. What the layout's mesh shares with the pair's is left out; `pair` may be NULL. */
 tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *pair, tb__bytes *out);

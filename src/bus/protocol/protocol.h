@@ -8,14 +8,16 @@
  *
  * message.c has one table for each message, and nothing else knows the names of fields. To add an option to a command:
  * a member in tb__message, whose zero is the default, and a line at the end of the command's table. Agents that do not
- * know it pass over it, so an option whose loss would be a fault needs a new version. */
+ * know it pass over it, so an option whose loss would be a fault needs a new version. The messages that only version 2
+ * has are those from TB__ENTER on. */
 #ifndef TB_BUS_PROTOCOL_PROTOCOL_H
 #define TB_BUS_PROTOCOL_PROTOCOL_H
 
 #include "bus/protocol/codec.h"
 
 enum {
-    TB__PROTOCOL_VERSION = 1,
+    TB__PROTOCOL_VERSION = 2,
+    TB__OLDEST_PROTOCOL = 1, /* that an agent accepts */
     TB__FRAME_HEADER = 4,
     TB__FRAME_MAX = 64 << 20, /* bytes of a map */
     TB__HELLO_MAX = 4 << 10,  /* bytes of a map before the Hello is accepted */
@@ -32,12 +34,20 @@ typedef enum tb__message_kind {
     TB__INSPECT,
     TB__REPLY,
     TB__EVENT,
+    TB__ENTER,
+    TB__AWAIT_MEMBERS,
+    TB__CLEANUP_PAIR,
+    TB__AWAIT_TENSORS,
+    TB__CANCEL,
+    TB__INVALIDATE,
+    TB__DUMP,
     TB__MESSAGE_KINDS
 } tb__message_kind;
 
 const tb__schema *tb__message_schema(tb__message_kind kind);
 
 typedef enum tb__direction { TB__SEND, TB__RECV } tb__direction;
+typedef enum tb__asked_direction { TB__ASKED_NONE, TB__ASKED_SEND, TB__ASKED_RECV } tb__asked_direction;
 typedef enum tb__commit_mode { TB__COMMIT_UNSAID, TB__IN_PLACE, TB__SHADOW } tb__commit_mode;
 typedef enum tb__state_name {
     TB__STATE_ALL,
@@ -52,6 +62,7 @@ typedef enum tb__event_name {
     TB__EVENT_COMMITTING,
     TB__EVENT_COMMITTED,
     TB__EVENT_FAILED,
+    TB__EVENT_PROGRESS,
     TB__EVENT_NAMES
 } tb__event_name;
 
@@ -69,23 +80,25 @@ typedef struct tb__message {
     /* every command */
     tb__maybe_float timestamp;  /* seconds; the client's own */
     const char *semaphore_name; /* NULL: none */
-    uint64_t timeout_ms; /* InitPair, RegisterTensors, Transfer; 0: the agent's, which the Reply to a Hello tells */
+    uint64_t timeout_ms;        /* of those that wait; 0: the agent's, which the Reply to a Hello tells */
 
     /* InitPair; the pair's name in a CleanupBatch, too, NULL: the whole batch */
     const char *pair_name, *local_name, *remote_name;
     uint64_t expected_world_size; /* of the local group */
-    tb__blob mesh, placements;    /* payload.h reads them */
+    tb__maybe_uint local_index;   /* key `index`: the seat in it */
+    tb__blob mesh, placements;    /* payload.h reads them; both without data: seat i sends to seat i */
 
     /* RegisterTensors; the batch's name is in all that follow */
     const char *batch_id;
     tb__entries tensors;
-    uint64_t bucket_size;   /* 0: 16 MiB */
-    uint64_t staging_bytes; /* 0: 256 MiB */
-    uint64_t group_window;  /* 0: all */
-    uint64_t max_in_flight; /* 0: 2 */
+    tb__maybe_uint bucket_size; /* 0: 16 MiB; not set: 1 */
+    uint64_t staging_bytes;     /* 0: 256 MiB */
+    uint64_t group_window;      /* 0: all */
+    uint64_t max_in_flight;     /* 0: 2 */
     tb__ties ties;
     tb__texts ignored;
     bool snapshot, staged;
+    tb__texts sides;      /* the local groups of the tensors' pairs; none: those that the pairs were made for */
     tb__entries memories; /* of devices: each a device's name and a payload; one without a payload is not used */
 
     /* RegisterTensors for all transfers of the batch, Transfer for one, where it is said */
@@ -98,9 +111,23 @@ typedef struct tb__message {
     bool events;             /* Events are sent */
     bool hold;               /* waits for Proceed before the tensors change */
     bool skip_lost;
+    bool whole_group;
+    bool progress;          /* Events tell of that, too */
+    const char *group_name; /* a group of ranks: as which the process acts, NULL: that is clear; Enter, AwaitMembers */
 
     /* QueryStatus */
     tb__state_name state_name;
+    tb__asked_direction asked; /* key `transfer_type`: `states` tells of that transfer */
+    uint64_t question; /* the transfer_signal is the group's answer to it; 0: this rank's own. Also in the Reply */
+
+    /* Enter */
+    uint64_t seat, seats; /* keys `index` and `size` */
+
+    /* AwaitTensors */
+    tb__maybe_uint group; /* of tensors; unset: all groups may come, and nothing is waited for */
+
+    /* Invalidate */
+    uint64_t address, nbytes; /* of the client */
 
     /* Reply; all but the first three are there where the command returns them */
     uint64_t seq;
@@ -118,11 +145,17 @@ typedef struct tb__message {
     tb__texts reached;   /* key `events`: of the transfer under way, or of the last */
     tb__maybe_bool torn; /* the tensors have parts of a version that did not arrive */
     tb__outcomes pairs;
-    tb__maybe_bool mixed;    /* the pairs' versions differ */
-    tb__blob report;         /* Inspect: a JSON object */
-    tb__maybe_bool unmapped; /* RegisterTensors has failed because device memory could not be mapped */
+    tb__maybe_bool mixed;       /* the pairs' versions differ */
+    tb__blob report;            /* Inspect: a JSON object */
+    tb__maybe_bool unmapped;    /* RegisterTensors has failed because device memory could not be mapped */
+    tb__maybe_uint incarnation; /* Hello */
+    tb__entries states;         /* by pair; that of all together has the name "" */
+    tb__maybe_uint plan_hits, plan_misses, plan_bytes; /* Inspect */
+    tb__maybe_bool in_doubt;                           /* a receive has ended with TB_IN_DOUBT */
+    tb__maybe_uint mark;  /* RegisterTensors: the descriptor of a word that is set before tensors are written ... */
+    uint64_t mark_offset; /* ... and where it is */
 
-    /* Event: seq, status, message and version are as in a Reply */
+    /* Event: seq, status, message, version and states are as in a Reply */
     tb__event_name event;
 } tb__message;
 
@@ -136,7 +169,7 @@ tb_status tb__message_encode(const tb__message *message, tb__bytes *out);
  * Of a Hello of another version only `protocol` is read: what else it has is that version's business. */
 tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out);
 
-/* Whether the Hello is of our version; TB_REFUSED, with both numbers, if not. */
+/* Whether the Hello is of a version that agents speak; TB_REFUSED, with both numbers, if not. */
 tb_status tb__hello_check(const tb__message *hello);
 
 /* Splits a stream of bytes into frames. Its memory grows with the bytes that arrive, not with the lengths that frames
@@ -151,6 +184,9 @@ typedef struct tb__frame_reader {
 /* Room for the next bytes, at least one and at most `nbytes`; tb__frame_filled tells how many were read. */
 tb_status tb__frame_room(tb__frame_reader *reader, uint8_t **at, size_t *nbytes);
 void tb__frame_filled(tb__frame_reader *reader, size_t nbytes);
+
+/* Adds bytes that were read elsewhere, without more room than they take. */
+tb_status tb__frame_add(tb__frame_reader *reader, const void *data, size_t nbytes);
 
 /* The next complete frame's map, valid until room is called again; has_frame is false if more is needed. After
  * a failure the stream can't be trusted any more. */

@@ -10,6 +10,7 @@
 typedef struct wire_memory {
     tb__maybe_uint fd, address, memory;
     uint64_t offset;
+    const char *copied_from;
 } wire_memory;
 
 typedef struct wire_tensor {
@@ -31,8 +32,9 @@ typedef struct wire_tensor {
 static const tb__field memory_fields[] = {
     IN_MEMORY("fd", MAYBE_UINT, OPTION, fd, TB__MAX_FDS - 1, "index among the descriptors that came with the frame"),
     IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd` or `memory`: where the bytes begin there; default: 0"),
-    IN_MEMORY("address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory"),
+    IN_MEMORY("address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory; with `fd` or `memory` it is said for Invalidate"),
     IN_MEMORY("memory", MAYBE_UINT, OPTION, memory, TB__MAX_FDS - 1, "index among the frame's `memories`"),
+    IN_MEMORY("copied_from", TEXT, OPTION, copied_from, 0, "with `fd`: the device, such as `cuda:0`, whose memory the client copies from and to here; for reports"),
 };
 
 #define IN_DEVICE(key, kind, how, member, most, text)                                                                  \
@@ -63,6 +65,33 @@ static const tb__field tensor_fields[] = {
     IN_TENSOR("scales_nbytes", UINT, OPTION, scales_nbytes, MOST_BYTES, "bytes of the scales; default: 0"),
     IN_TENSOR("scale_mem", MAP, OPTION, scale_mem, 0, "where the one scale is, a float of 4 bytes"),
 };
+
+#define IN_STATE(key, kind, how, member, most, text)                                                                   \
+    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(tb__state_payload, member),        \
+     .max = (most), .about = (text)}
+static const tb__field state_fields[] = {
+    IN_STATE("status", STATUS, REQUIRED, status, 127, "0, or the code of a failure"),
+    IN_STATE("message", SENTENCE, REQUIRED, message, 0, "why it failed; empty if it did not"),
+    IN_STATE("events", UINT, OPTION, events, 15, "the sum of: 1 released, 2 arrived, 4 committed, 8 committing"),
+    IN_STATE("attempt", UINT, OPTION, attempt, 0, "the number that the senders gave it; default: 0, none"),
+    IN_STATE("version", UINT, OPTION, version, 0, "the same once it is committed"),
+    IN_STATE("bytes_done", UINT, OPTION, bytes_done, MOST_BYTES, "progress"),
+    IN_STATE("bytes_total", UINT, OPTION, bytes_total, MOST_BYTES, "of how many"),
+    IN_STATE("groups_done", UINT, OPTION, groups_done, UINT32_MAX, "groups of tensors that are done"),
+    IN_STATE("groups_total", UINT, OPTION, groups_total, UINT32_MAX, "of how many"),
+    IN_STATE("seconds", MAYBE_FLOAT, OPTION, seconds, 0, "how long it has taken"),
+    IN_STATE("plan", MAYBE_FLOAT, OPTION, phase[TB_PHASE_PLAN], 0, "seconds of that in each phase"),
+    IN_STATE("wait", MAYBE_FLOAT, OPTION, phase[TB_PHASE_WAIT], 0, "the same"),
+    IN_STATE("pack", MAYBE_FLOAT, OPTION, phase[TB_PHASE_PACK], 0, "the same"),
+    IN_STATE("wire", MAYBE_FLOAT, OPTION, phase[TB_PHASE_WIRE], 0, "the same"),
+    IN_STATE("unpack", MAYBE_FLOAT, OPTION, phase[TB_PHASE_UNPACK], 0, "the same"),
+    IN_STATE("commit", MAYBE_FLOAT, OPTION, phase[TB_PHASE_COMMIT], 0, "the same"),
+    IN_STATE("received", UINT, OPTION, received, 0, "the last version that was received; default: 0, none"),
+    IN_STATE("torn", BOOL, OPTION, is_torn, 0, "the tensors have parts of a version that failed"),
+    IN_STATE("mixed", BOOL, OPTION, is_mixed, 0, "of all pairs: what was received through them differs"),
+    IN_STATE("side", TEXT, OPTION, side, 0, "of a pair: this side's group; default: the agent's own"),
+    IN_STATE("in_doubt", BOOL, OPTION, is_in_doubt, 0, "of all pairs: whether a version is committed is not known"),
+};
 /* clang-format on */
 
 const tb__schema tb__memory_schema = {.name = "mem",
@@ -78,6 +107,11 @@ const tb__schema tb__tensor_schema = {.name = "tensor",
                                       .nfields = sizeof tensor_fields / sizeof *tensor_fields,
                                       .size = sizeof(wire_tensor)};
 
+const tb__schema tb__state_schema = {.name = "state",
+                                     .fields = state_fields,
+                                     .nfields = sizeof state_fields / sizeof *state_fields,
+                                     .size = sizeof(tb__state_payload)};
+
 /* Parts of a tensor, one after the other in one buffer: it moves while it grows, so they are known by their ends. */
 enum { MESH, PLACEMENTS, MEM, SCALES, SCALE, NPARTS };
 
@@ -88,9 +122,10 @@ static tb_status encode_memory(const tb__payload_memory *memory, tb__bytes *out)
     if (memory->kind == TB__MEMORY_FD || memory->kind == TB__MEMORY_DEVICE) {
         *(memory->kind == TB__MEMORY_FD ? &wire.fd : &wire.memory) = tb__some_uint(memory->fd);
         wire.offset = memory->offset;
-    } else {
-        wire.address = tb__some_uint(memory->address);
     }
+    if (memory->kind == TB__MEMORY_ADDRESS || memory->address)
+        wire.address = tb__some_uint(memory->address);
+    wire.copied_from = memory->copied_from;
     return tb__map_encode(&tb__memory_schema, &wire, out);
 }
 
@@ -144,6 +179,12 @@ tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *p
     return status;
 }
 
+/* It goes into reports as it is. */
+static bool is_device_name(const char *name) {
+    size_t length = strlen(name);
+    return length > 0 && length < 24 && strspn(name, "abcdefghijklmnopqrstuvwxyz0123456789:_") == length;
+}
+
 static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what, tb__arena *arena,
                                tb__payload_memory *out) {
     *out = (tb__payload_memory){0};
@@ -156,22 +197,25 @@ static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what
     tb_status status = tb__map_decode(&tb__memory_schema, bytes, arena, &wire);
     if (status != TB_OK)
         return status;
-    int nways = wire.fd.is_set + wire.address.is_set + wire.memory.is_set;
-    if (nways != 1)
-        return tb__fail(TB_INVALID, "%s has %s of `fd`, `address` and `memory`; it must have one of them", what,
-                        nways ? "several" : "none");
-    if (wire.address.is_set && wire.offset > 0)
+    int nways = wire.fd.is_set + wire.memory.is_set;
+    if (nways > 1 || (nways == 0 && !wire.address.is_set))
+        return tb__fail(TB_INVALID, "%s has %s; it must have one of them, or an `address`", what,
+                        nways ? "`fd` and `memory`" : "none of `fd` and `memory`");
+    if (nways == 0 && wire.offset > 0)
         return tb__fail(TB_INVALID, "%s has `offset` with `address`", what);
     if (wire.address.is_set && wire.address.value > UINT64_MAX - nbytes)
         return tb__fail(TB_TOO_BIG, "%s: %" PRIu64 " bytes from 0x%" PRIx64 " on run past the last address", what,
                         nbytes, wire.address.value);
+    if (wire.copied_from && !is_device_name(wire.copied_from))
+        return tb__fail(TB_INVALID, "%s: `copied_from` is not the name of a device", what);
     *out = (tb__payload_memory){.kind = wire.fd.is_set       ? TB__MEMORY_FD
                                         : wire.memory.is_set ? TB__MEMORY_DEVICE
                                                              : TB__MEMORY_ADDRESS,
                                 .fd = (uint32_t)(wire.fd.is_set ? wire.fd : wire.memory).value,
                                 .offset = wire.offset,
                                 .address = wire.address.value,
-                                .nbytes = nbytes};
+                                .nbytes = nbytes,
+                                .copied_from = wire.copied_from};
     return TB_OK;
 }
 

@@ -20,23 +20,53 @@
 _Static_assert(sizeof((tb__address *)0)->path == sizeof((struct sockaddr_un *)0)->sun_path,
                "a path fits a sockaddr_un");
 
+/* One NAME=VALUE of a query. */
+static tb_status read_option(const char *url, const char *text, size_t length, tb__store_url *out) {
+    const struct {
+        const char *name;
+        char *to;
+        size_t room;
+    } options[] = {
+        {"namespace=", out->name_space, sizeof out->name_space},
+        {"ca=", out->ca, sizeof out->ca},
+        {"user=", out->user, sizeof out->user},
+        {"password=", out->password, sizeof out->password},
+    };
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        size_t n = strlen(options[i].name);
+        if (length < n || strncmp(text, options[i].name, n) != 0)
+            continue;
+        if (length == n || length - n >= options[i].room)
+            return tb__fail(TB_INVALID, "store '%s': a %.*s has 1 to %zu bytes", url, (int)n - 1, options[i].name,
+                            options[i].room - 1);
+        memcpy(options[i].to, text + n, length - n);
+        options[i].to[length - n] = '\0';
+        return TB_OK;
+    }
+    return tb__fail(TB_INVALID,
+                    "store '%s': only ?namespace=NAME may follow the address, and with etcd ca=FILE, user=FILE and "
+                    "password=FILE, with '&' between them",
+                    url);
+}
+
 tb_status tb__store_url_split(const char *url, tb__store_url *out) {
-    static const char key[] = "?namespace=";
-    const char *query = strchr(url, '?');
-    size_t length = query ? (size_t)(query - url) : strlen(url);
+    size_t length = strcspn(url, "?");
     if (length > TB__STORE_MAX_URL)
         return tb__fail(TB_TOO_BIG, "a store's URL of %zu bytes; %d are allowed", length, TB__STORE_MAX_URL);
     *out = (tb__store_url){0};
     memcpy(out->base, url, length);
-    if (!query)
-        return TB_OK;
-    if (strncmp(query, key, sizeof key - 1) != 0)
-        return tb__fail(TB_INVALID, "store '%s': only ?namespace=NAME may follow the address", url);
-    const char *name = query + sizeof key - 1;
-    size_t name_length = strlen(name);
-    if (name_length == 0 || name_length > TB__STORE_MAX_NAMESPACE)
-        return tb__fail(TB_INVALID, "store '%s': a namespace has 1 to %d bytes", url, TB__STORE_MAX_NAMESPACE);
-    memcpy(out->name_space, name, name_length);
+    for (const char *at = url + length; *at;) {
+        at++;
+        size_t n = strcspn(at, "&");
+        TB_TRY(read_option(url, at, n, out));
+        at += n;
+    }
+    if (strncmp(url, "etcd:", 5) != 0 && (*out->ca || *out->user || *out->password))
+        return tb__fail(TB_INVALID, "store '%s': ca, user and password are for etcd", url);
+    if (!*out->user != !*out->password)
+        return tb__fail(TB_INVALID, "store '%s': user and password go together", url);
+    if (*out->user && !*out->ca)
+        return tb__fail(TB_INVALID, "store '%s': a password is sent over TLS only: give ca=FILE, too", url);
     return TB_OK;
 }
 
@@ -206,10 +236,11 @@ void tb__set_tcp_options(int fd) {
     setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
 }
 
-/* The token must not be told to another user's process. */
-static tb_status check_server(const tb__address *address, int fd) {
+tb_status tb__address_check_server(const tb__address *address, int fd) {
     struct ucred peer = {0};
     socklen_t length = sizeof peer;
+    if (!address->is_unix)
+        return TB_OK;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0)
         return tb__fail(TB_IO, "%s: who serves it: %s", address->url, strerror(errno));
     if (peer.uid != geteuid())
@@ -227,10 +258,9 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
             return tb__fail(TB_IO, "%s: socket: %s", address->url, tb__errno_text(*error));
         }
         *error = connect_unix(s, address, deadline_ms);
-        tb_status status = *error ? fail_connect(address, *error) : check_server(address, s);
-        if (status != TB_OK) {
+        if (*error) {
             tb__fd_close(s);
-            return status;
+            return fail_connect(address, *error);
         }
         fcntl(s, F_SETFL, O_NONBLOCK);
         *fd = s;

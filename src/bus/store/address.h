@@ -11,9 +11,13 @@ struct addrinfo;
 
 enum { TB__STORE_MAX_URL = 511 };
 
+enum { TB__STORE_MAX_PATH = 255 };
+
 typedef struct tb__store_url {
-    char base[TB__STORE_MAX_URL + 1]; /* without the namespace */
+    char base[TB__STORE_MAX_URL + 1]; /* without what follows the '?' */
     char name_space[TB__STORE_MAX_NAMESPACE + 1];
+    char ca[TB__STORE_MAX_PATH + 1];                                     /* etcd: file with the CA of its TLS, */
+    char user[TB__STORE_MAX_PATH + 1], password[TB__STORE_MAX_PATH + 1]; /* and files with these; "" for none */
 } tb__store_url;
 
 tb_status tb__store_url_split(const char *url, tb__store_url *out);
@@ -37,6 +41,9 @@ tb_status tb__host_port_parse(const char *text, tb__address *out);
 /* A connected socket, non-blocking, to be closed with tb__fd_close. TB_TIMEOUT if the other side is silent. `error` is
  * always written: the errno of connect or socket; 0 if neither failed. */
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error);
+
+/* Of a Unix socket: TB_DENIED if another user's process serves it. */
+tb_status tb__address_check_server(const tb__address *address, int fd);
 
 /* Disables Nagle's delay, and detects a dead peer machine within 25 seconds: by keepalives and, while sent bytes are
  * not acknowledged, when no keepalives are sent, by TCP_USER_TIMEOUT. */
@@ -63,9 +70,9 @@ typedef struct tb__listener {
     ino_t inode;
 } tb__listener;
 
-/* TB_CONFLICT if another process serves there; TB_REFUSED if the address is not this machine's, or a name that other
- * machines would use resolves to loopback here. */
-tb_status tb__listener_open(const tb__address *address, tb__listener *out);
+/* TB_CONFLICT if another process serves there; TB_REFUSED if the address is not this machine's, a name that other
+ * machines would use resolves to loopback here, or it `is_local` and others can connect there. */
+tb_status tb__listener_open(const tb__address *address, bool is_local, tb__listener *out);
 
 /* Also removes the files, unless this is a forked child. */
 void tb__listener_close(tb__listener *listener);

@@ -142,20 +142,51 @@ tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t
     return finish_request(out, append_put(out, key, data, nbytes, lease));
 }
 
+static bool append_compare_revision(tb__bytes *out, const char *key, uint64_t revision) {
+    return append_json(out, "{\"target\":\"MOD\",\"result\":\"EQUAL\",") && append_key(out, key, TB__ETCD_KEY) &&
+           append_json(out, ",") && append_number(out, "mod_revision", clamp_revision(revision)) &&
+           append_json(out, "}");
+}
+
 tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
                                    tb__bytes *out) {
     *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{\"compare\":[{\"target\":\"MOD\",\"result\":\"EQUAL\",") &&
-                                   append_key(out, key, TB__ETCD_KEY) && append_json(out, ",") &&
-                                   append_number(out, "mod_revision", clamp_revision(expected)) &&
-                                   append_json(out, "}],\"success\":[{\"request_put\":") &&
+    return finish_request(out, append_json(out, "{\"compare\":[") && append_compare_revision(out, key, expected) &&
+                                   append_json(out, "],\"success\":[{\"request_put\":") &&
                                    append_put(out, key, data, nbytes, lease) &&
                                    append_json(out, "}],\"failure\":[{\"request_range\":{") &&
                                    append_key(out, key, TB__ETCD_KEY) && append_json(out, "}}]}"));
 }
 
-tb_status tb__etcd_delete(const char *key, tb__etcd_scope scope, tb__bytes *out) {
-    return tb__etcd_range(key, scope, out);
+static bool append_compare_value(tb__bytes *out, const char *key, const char *value) {
+    return append_json(out, "{\"target\":\"VALUE\",\"result\":\"EQUAL\",") && append_key(out, key, TB__ETCD_KEY) &&
+           append_json(out, ",") && append_base64(out, "value", value, strlen(value)) && append_json(out, "}");
+}
+
+/* The end of a transaction that creates a key, after the comparison of another one, which may be written, too. */
+static bool append_creation(tb__bytes *out, const char *key, const void *data, size_t nbytes, const char *other,
+                            const char *other_value) {
+    return append_json(out, ",") && append_compare_revision(out, key, 0) &&
+           append_json(out, "],\"success\":[{\"request_put\":") && append_put(out, key, data, nbytes, 0) &&
+           (!other_value ||
+            (append_json(out, "},{\"request_put\":") && append_put(out, other, other_value, strlen(other_value), 0))) &&
+           append_json(out, "}],\"failure\":[{\"request_range\":{") && append_key(out, key, TB__ETCD_KEY) &&
+           append_json(out, "}},{\"request_range\":{") && append_key(out, other, TB__ETCD_KEY) &&
+           append_json(out, "}}]}");
+}
+
+tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
+                                  size_t nbytes, tb__bytes *out) {
+    *out = (tb__bytes){0};
+    return finish_request(out, append_json(out, "{\"compare\":[") && append_compare_value(out, guard, guard_value) &&
+                                   append_creation(out, key, data, nbytes, guard, NULL));
+}
+
+tb_status tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
+                              const char *first, tb__bytes *out) {
+    *out = (tb__bytes){0};
+    return finish_request(out, append_json(out, "{\"compare\":[") && append_compare_revision(out, counter, expected) &&
+                                   append_creation(out, key, first, strlen(first), counter, next));
 }
 
 tb_status tb__etcd_watch(const char *key, tb__etcd_scope scope, uint64_t start, tb__bytes *out) {

@@ -17,6 +17,7 @@ typedef enum tb__etcd_scope {
 } tb__etcd_scope;
 
 /* Each makes the body of a request, whose `item` is to be freed. Keys are etcd's, with the prefix. */
+/* For a range, and for deleting one. */
 tb_status tb__etcd_range(const char *key, tb__etcd_scope scope, tb__bytes *out);
 
 /* All keys from `from` on that begin with the prefix, at most `limit`; as they were at the revision, if that is not 0.
@@ -25,7 +26,12 @@ tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uin
 tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out);
 tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
                                    tb__bytes *out);
-tb_status tb__etcd_delete(const char *key, tb__etcd_scope scope, tb__bytes *out);
+/* If it fails, the reply has the values of the key and of the guard. */
+tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
+                                  size_t nbytes, tb__bytes *out);
+/* Creates the key, with `first`, and sets the counter to `next`; if it fails, likewise. */
+tb_status tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
+                              const char *first, tb__bytes *out);
 tb_status tb__etcd_watch(const char *key, tb__etcd_scope scope, uint64_t start, tb__bytes *out);
 tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out); /* {"field":"number"} */
 

@@ -1,12 +1,13 @@
 /* The store in etcd 3.4 or newer. Ephemeral keys are bound to a lease of this client, which a thread renews; waits are
  * etcd's watches. */
+#include "bus/store/address.h"
 #include "bus/store/etcd_json.h"
 #include "bus/store/etcd_token.h"
 #include "bus/store/gateway.h"
+#include "bus/store/table.h"
 
 #include "base/mem.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -15,13 +16,12 @@ enum {
     LEASE_S = 5,
     LINGER_MS = LEASE_S * 1000 + 2500, /* etcd checks for expired leases periodically */
     REVOKE_MS = 1000,                  /* for revoking the lease, which expires anyway */
-    PAGE = 256,
+    PAGE = 4096,                       /* fewer if etcd refuses that many */
 };
 
 typedef struct etcd_client {
     char url[512];
     pid_t owner;
-    _Atomic int timeout_ms;
     tb__gateway *gateway;
     int64_t lease, lease_ms;
     pthread_t keeper;
@@ -36,9 +36,9 @@ typedef struct etcd_key {
     char text[sizeof TB__ETCD_DATA + TB__STORE_MAX_NAMESPACE + 1 + TB__STORE_MAX_KEY + 8];
 } etcd_key;
 
-static etcd_key data_key(const char *key) {
+static etcd_key data_key(tb__blob key) {
     etcd_key full;
-    snprintf(full.text, sizeof full.text, TB__ETCD_DATA "%s", key);
+    snprintf(full.text, sizeof full.text, TB__ETCD_DATA "%s", (const char *)key.data);
     return full;
 }
 
@@ -68,15 +68,8 @@ static tb_status post_body(etcd_client *c, tb__gateway_call *call, tb__bytes *bo
     return status;
 }
 
-/* A request by the deadline that calls have by default. */
-static tb_status post_request(etcd_client *c, const char *path, tb__bytes *body, json_t **reply) {
-    tb__gateway_call call = {.path = path, .deadline_ms = tb__now_ms() + c->timeout_ms};
-    return post_body(c, &call, body, reply);
-}
-
 /* A change that names an expired lease means that the connection is lost. */
 static tb_status post_change(etcd_client *c, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
-    call->deadline_ms = tb__now_ms() + c->timeout_ms;
     tb_status status = post_body(c, call, body, reply);
     if (status == TB_OK || call->code != TB__ETCD_NOT_FOUND)
         return status;
@@ -84,7 +77,7 @@ static tb_status post_change(etcd_client *c, tb__gateway_call *call, tb__bytes *
     return tb__fail(TB_LOST, "%s: the connection was lost: its lease has run out", c->url);
 }
 
-static int64_t lease_of(const etcd_client *c, tb__store_lifetime lifetime) {
+static int64_t lease_of(const etcd_client *c, uint64_t lifetime) {
     return lifetime == TB__STORE_EPHEMERAL ? c->lease : 0;
 }
 
@@ -94,13 +87,12 @@ static const json_t *first_kv(const json_t *reply) {
 
 /* ---- One key ---------------------------------------------------------------------------------------------------- */
 
-static tb_status etcd_set(void *context, const char *key, const void *data, size_t nbytes, tb__store_lifetime lifetime,
+static tb_status etcd_set(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                           uint64_t *revision) {
-    etcd_client *c = context;
     tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_put(data_key(key).text, data, nbytes, lease_of(c, lifetime), &body));
-    tb__gateway_call call = {.path = "/v3/kv/put"};
+    TB_TRY(tb__etcd_put(key, q->value.data, q->value.nbytes, lease_of(c, q->lifetime), &body));
+    tb__gateway_call call = {.path = "/v3/kv/put", .deadline_ms = deadline_ms};
     TB_TRY(post_change(c, &call, &body, &reply));
     *revision = tb__etcd_read_revision(reply);
     json_decref(reply);
@@ -121,65 +113,135 @@ static tb_status read_key(etcd_client *c, const char *key, tb__gateway_call *cal
     return status;
 }
 
-static tb_status etcd_get(void *context, const char *key, tb__store_value *out) {
-    etcd_client *c = context;
-    uint64_t revision;
-    tb__gateway_call call = {.deadline_ms = tb__now_ms() + c->timeout_ms};
-    return read_key(c, data_key(key).text, &call, out, &revision);
+/* The i-th range of a transaction that was not made. */
+static tb_status read_txn_value(const json_t *reply, size_t i, tb__store_value *out) {
+    const json_t *range = json_array_get(json_object_get(reply, "responses"), i);
+    return tb__etcd_read_value(first_kv(json_object_get(range, "response_range")), out);
 }
 
-static tb_status fail_conflict(uint64_t present, uint64_t expected) {
-    if (present == 0)
-        return tb__fail(TB_CONFLICT, "there is no such key, so its revision is not %llu", (unsigned long long)expected);
-    return tb__fail(TB_CONFLICT, "its revision is %llu, not %llu", (unsigned long long)present,
-                    (unsigned long long)expected);
-}
-
-static tb_status txn_compare_and_set(etcd_client *c, const char *key, uint64_t expected, const void *data,
-                                     size_t nbytes, int64_t lease, uint64_t *revision, tb__store_value *present) {
+/* With TB_CONFLICT, `present` is what is there. */
+static tb_status compare_and_set(etcd_client *c, const char *key, uint64_t expected, const void *data, size_t nbytes,
+                                 int64_t lease, int64_t deadline_ms, uint64_t *revision, tb__store_value *present) {
     tb__bytes body;
     json_t *reply;
     TB_TRY(tb__etcd_compare_and_set(key, expected, data, nbytes, lease, &body));
-    tb__gateway_call call = {.path = "/v3/kv/txn", .is_not_repeatable = true};
+    tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms, .is_not_repeatable = true};
     TB_TRY(post_change(c, &call, &body, &reply));
     tb_status status = TB_OK;
     if (json_is_true(json_object_get(reply, "succeeded"))) {
         *revision = tb__etcd_read_revision(reply);
     } else {
-        const json_t *range = json_array_get(json_object_get(reply, "responses"), 0);
-        status = tb__etcd_read_value(first_kv(json_object_get(range, "response_range")), present);
+        status = read_txn_value(reply, 0, present);
         if (status == TB_OK && present->revision == expected)
             status = tb__fail(TB_IO, "%s: etcd refuses a change for its revision, which is %llu, as expected", c->url,
                               (unsigned long long)expected);
         else if (status == TB_OK)
-            status = fail_conflict(present->revision, expected);
+            status = TB_CONFLICT;
     }
     json_decref(reply);
     return status;
 }
 
-static tb_status etcd_compare_and_set(void *context, const char *key, uint64_t expected, const void *data,
-                                      size_t nbytes, tb__store_lifetime lifetime, uint64_t *revision,
-                                      tb__store_value *present) {
-    etcd_client *c = context;
-    return txn_compare_and_set(c, data_key(key).text, expected, data, nbytes, lease_of(c, lifetime), revision, present);
-}
-
-static tb_status delete_range(etcd_client *c, const char *key, tb__etcd_scope scope) {
+static tb_status etcd_create_guarded(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
+                                     tb__store_value *present) {
     tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_delete(data_key(key).text, scope, &body));
-    TB_TRY(post_request(c, "/v3/kv/deleterange", &body, &reply));
+    tb__store_value guard = {0};
+    const char *guard_value = (const char *)q->guard_value.data;
+    TB_TRY(tb__etcd_create_guarded(data_key(q->guard).text, guard_value, key, q->value.data, q->value.nbytes, &body));
+    tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms, .is_not_repeatable = true};
+    TB_TRY(post_change(c, &call, &body, &reply));
+    tb_status status = TB_OK;
+    if (!json_is_true(json_object_get(reply, "succeeded"))) {
+        status = read_txn_value(reply, 1, &guard);
+        if (status == TB_OK && (!guard.data || strcmp(guard.data, guard_value) != 0))
+            status = tb__fail(TB_REFUSED, "the key that guards it has another value");
+        else if (status == TB_OK)
+            status = read_txn_value(reply, 0, present);
+        if (status == TB_OK)
+            status = present->data ? TB_CONFLICT : tb__fail(TB_IO, "%s: etcd refuses to create a key", c->url);
+        tb__store_value_fini(&guard);
+    }
+    json_decref(reply);
+    return status;
+}
+
+static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_ms) {
+    tb__bytes body;
+    json_t *reply;
+    TB_TRY(tb__etcd_range(key, TB__ETCD_KEY, &body));
+    tb__gateway_call call = {.path = "/v3/kv/deleterange", .deadline_ms = deadline_ms};
+    TB_TRY(post_body(c, &call, &body, &reply));
     json_decref(reply);
     return TB_OK;
 }
 
-static tb_status etcd_delete(void *context, const char *key) {
-    return delete_range(context, key, TB__ETCD_KEY);
+/* A counter is a decimal number. The first attempt supposes that there is none: most are asked for once. */
+static tb_status etcd_count(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
+                            uint64_t *before) {
+    tb__store_value value = {0};
+    uint64_t unused;
+    for (;;) {
+        uint64_t number = 0, expected = value.revision;
+        bool is_number = !value.data || tb__counter_decode(value.data, value.nbytes, &number);
+        char text[TB__COUNTER_TEXT];
+        size_t length;
+        tb__store_value_fini(&value);
+        if (!is_number)
+            return tb__fail(TB_INVALID, "it is no counter");
+        bool is_raised = number < q->revision;
+        number = is_raised ? q->revision : number;
+        TB_TRY(tb__counter_add(number, q->number, text, &length));
+        *before = number;
+        if (expected > 0 && q->number == 0 && !is_raised) /* many ranks ask for what is there */
+            return TB_OK;
+        tb_status status = compare_and_set(c, key, expected, text, length, 0, deadline_ms, &unused, &value);
+        if (status == TB_CONFLICT)
+            continue;
+        tb__store_value_fini(&value);
+        return status;
+    }
 }
 
-static tb_status etcd_delete_prefix(void *context, const char *prefix) {
-    return delete_range(context, prefix, TB__ETCD_PREFIX);
+static tb_status read_counter(const json_t *reply, size_t i, uint64_t *number, uint64_t *revision) {
+    tb__store_value value = {0};
+    *number = 0;
+    TB_TRY(read_txn_value(reply, i, &value));
+    bool is_number = !value.data || tb__counter_decode(value.data, value.nbytes, number);
+    *revision = value.revision;
+    tb__store_value_fini(&value);
+    return is_number ? TB_OK : tb__fail(TB_INVALID, "it is no counter");
+}
+
+/* The first attempt supposes an empty store, and finds out what is there. Who asks for the same key does not try
+ * again. */
+static tb_status etcd_take_block(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
+                                 tb__store_result *out) {
+    uint64_t expected = 0, first = 0, present = 0;
+    for (;;) {
+        char next[TB__COUNTER_TEXT], text[TB__COUNTER_TEXT];
+        size_t length;
+        tb__bytes body;
+        json_t *reply;
+        out->revision = first;
+        out->number = first + q->number;
+        TB_TRY(tb__counter_add(first, 0, text, &length));
+        TB_TRY(tb__counter_add(first, q->number, next, &length));
+        TB_TRY(tb__etcd_take_block(data_key(q->guard).text, expected, next, key, text, &body));
+        tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms, .is_not_repeatable = true};
+        TB_TRY(post_change(c, &call, &body, &reply));
+        tb_status status = TB_OK;
+        bool is_made = json_is_true(json_object_get(reply, "succeeded"));
+        if (!is_made)
+            status = read_counter(reply, 0, &out->revision, &present);
+        if (!is_made && status == TB_OK)
+            status = read_counter(reply, 1, &first, &expected);
+        json_decref(reply);
+        if (!is_made && present)
+            out->number = first;
+        if (status != TB_OK || is_made || present)
+            return status;
+    }
 }
 
 /* ---- Lists ------------------------------------------------------------------------------------------------------ */
@@ -223,11 +285,9 @@ static tb_status read_page(etcd_client *c, listing *l) {
     return tb__etcd_measure(l->pages, &count, &nbytes);
 }
 
-static tb_status etcd_list(void *context, const char *prefix, tb__store_entries *out) {
-    etcd_client *c = context;
-    int64_t deadline_ms = tb__now_ms() + c->timeout_ms;
+static tb_status etcd_list(etcd_client *c, const etcd_key *prefix, int64_t deadline_ms, tb__store_entries *out) {
     for (;;) {
-        listing l = {.prefix = data_key(prefix), .from = data_key(prefix), .limit = PAGE, .deadline_ms = deadline_ms};
+        listing l = {.prefix = *prefix, .from = *prefix, .limit = PAGE, .deadline_ms = deadline_ms};
         l.pages = json_array();
         tb_status status = l.pages ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for a list");
         while (status == TB_OK && !l.is_complete)
@@ -244,39 +304,19 @@ static tb_status etcd_list(void *context, const char *prefix, tb__store_entries 
 
 typedef struct watch_state {
     uint64_t since;
-    bool wants_value; /* ends only when the key has a value */
-    bool is_behind;   /* the member that answers has not reached `since` */
+    bool is_behind; /* the member that answers has not reached `since` */
     bool is_compacted;
     uint64_t reached; /* revision of the last change */
-    tb_status status;
-    tb__store_value value;
+    size_t nevents;
+    tb__store_value value; /* of the last one */
 } watch_state;
-
-static bool on_watch_event(watch_state *w, const json_t *event) {
-    const json_t *kv = json_object_get(event, "kv");
-    int64_t revision = tb__etcd_read_number(kv, "mod_revision");
-    if (revision <= 0 || (uint64_t)revision <= w->since)
-        return false;
-    const char *type = json_string_value(json_object_get(event, "type"));
-    bool is_put = !type || strcmp(type, "PUT") == 0;
-    if (w->wants_value && !is_put)
-        return false;
-    if ((uint64_t)revision > w->reached)
-        w->reached = (uint64_t)revision;
-    if (w->wants_value)
-        w->status = tb__etcd_read_value(kv, &w->value);
-    return true;
-}
 
 static bool on_watch_result(void *arg, const json_t *result) {
     watch_state *w = arg;
     const json_t *events = json_object_get(result, "events"), *event;
     size_t i;
-    bool is_enough = false;
     if (json_is_true(json_object_get(result, "canceled"))) {
-        int64_t compacted = tb__etcd_read_number(result, "compact_revision");
         w->is_compacted = true;
-        w->reached = compacted > 0 ? (uint64_t)compacted : 0;
         return true;
     }
     if (json_is_true(json_object_get(result, "created")) && tb__etcd_read_revision(result) < w->since) {
@@ -284,37 +324,15 @@ static bool on_watch_result(void *arg, const json_t *result) {
         return true;
     }
     json_array_foreach(events, i, event) {
-        is_enough |= on_watch_event(w, event);
-        if (is_enough && w->wants_value)
-            break;
-    }
-    return is_enough;
-}
-
-static tb_status watch_key(etcd_client *c, const char *key, tb__etcd_scope scope, int64_t deadline_ms, watch_state *w) {
-    tb__bytes body;
-    json_t *none;
-    TB_TRY(tb__etcd_watch(key, scope, w->since < UINT64_MAX ? w->since + 1 : w->since, &body));
-    tb__gateway_call call = {.path = "/v3/watch", .deadline_ms = deadline_ms, .on_result = on_watch_result, .arg = w};
-    TB_TRY(post_body(c, &call, &body, &none));
-    return w->status;
-}
-
-static tb_status etcd_wait(void *context, const char *key, int timeout_ms, tb__store_value *out) {
-    etcd_client *c = context;
-    etcd_key full = data_key(key);
-    int64_t deadline_ms = tb__now_ms() + timeout_ms;
-    for (;;) {
-        watch_state w = {.wants_value = true};
-        tb__gateway_call look = {.deadline_ms = deadline_ms};
-        TB_TRY(read_key(c, full.text, &look, &w.value, &w.since));
-        if (w.value.revision == 0)
-            TB_TRY(watch_key(c, full.text, TB__ETCD_KEY, deadline_ms, &w));
-        if (w.value.revision > 0) {
-            *out = w.value;
-            return TB_OK;
+        int64_t revision = tb__etcd_read_number(json_object_get(event, "kv"), "mod_revision");
+        w->nevents++;
+        if (revision > 0 && (uint64_t)revision > w->since && (uint64_t)revision > w->reached) {
+            w->reached = (uint64_t)revision;
+            tb__store_value_fini(&w->value);
+            (void)tb__etcd_read_value(json_object_get(event, "kv"), &w->value); /* without it, it is not known */
         }
     }
+    return w->reached > 0;
 }
 
 /* The store's revision, from a linearizable read. */
@@ -326,13 +344,19 @@ static tb_status ask_revision(etcd_client *c, int64_t deadline_ms, uint64_t *rev
     return TB_OK;
 }
 
-static tb_status etcd_wait_change(void *context, const char *prefix, uint64_t since, int timeout_ms,
-                                  uint64_t *revision) {
-    etcd_client *c = context;
-    int64_t deadline_ms = tb__now_ms() + timeout_ms;
+static tb_status etcd_wait_change(etcd_client *c, const char *prefix, uint64_t since, int64_t deadline_ms,
+                                  tb__store_result *out) {
     for (;;) {
         watch_state w = {.since = since};
-        TB_TRY(watch_key(c, data_key(prefix).text, TB__ETCD_PREFIX, deadline_ms, &w));
+        tb__bytes body;
+        json_t *none;
+        tb__gateway_call call = {
+            .path = "/v3/watch", .deadline_ms = deadline_ms, .on_result = on_watch_result, .arg = &w};
+        TB_TRY(tb__etcd_watch(prefix, TB__ETCD_PREFIX, since < UINT64_MAX ? since + 1 : since, &body));
+        tb_status status = post_body(c, &call, &body, &none);
+        if (status != TB_OK || w.nevents != 1 || w.value.nbytes > TB__STORE_MAX_TOLD)
+            tb__store_value_fini(&w.value);
+        TB_TRY(status);
         if (w.is_behind || w.is_compacted) {
             uint64_t now;
             TB_TRY(ask_revision(c, deadline_ms, &now));
@@ -341,8 +365,39 @@ static tb_status etcd_wait_change(void *context, const char *prefix, uint64_t si
                 continue;
             w.reached = now;
         }
-        *revision = w.reached;
+        out->revision = w.reached;
+        out->value = w.value;
         return TB_OK;
+    }
+}
+
+static tb_status etcd_call(void *context, const tb__store_message *q, int timeout_ms, tb__store_result *out) {
+    etcd_client *c = context;
+    int64_t deadline_ms = tb__now_ms() + timeout_ms;
+    etcd_key key = data_key(q->key);
+    tb__gateway_call look = {.deadline_ms = deadline_ms};
+    switch (q->op) {
+    case TB__STORE_SET:
+        return etcd_set(c, key.text, q, deadline_ms, &out->revision);
+    case TB__STORE_GET:
+        return read_key(c, key.text, &look, &out->value, &out->revision);
+    case TB__STORE_COMPARE_AND_SET:
+        return compare_and_set(c, key.text, q->revision, q->value.data, q->value.nbytes, lease_of(c, q->lifetime),
+                               deadline_ms, &out->revision, &out->value);
+    case TB__STORE_CREATE_GUARDED:
+        return etcd_create_guarded(c, key.text, q, deadline_ms, &out->value);
+    case TB__STORE_DELETE:
+        return etcd_delete(c, key.text, deadline_ms);
+    case TB__STORE_COUNT:
+        return etcd_count(c, key.text, q, deadline_ms, &out->revision);
+    case TB__STORE_TAKE_BLOCK:
+        return etcd_take_block(c, key.text, q, deadline_ms, out);
+    case TB__STORE_LIST:
+        return etcd_list(c, &key, deadline_ms, &out->entries);
+    case TB__STORE_WAIT_CHANGE:
+        return etcd_wait_change(c, key.text, q->revision, deadline_ms, out);
+    default:
+        return tb__fail(TB_INTERNAL, "a %s of etcd", tb__store_op_name(q->op));
     }
 }
 
@@ -436,7 +491,7 @@ static tb_status check_token(etcd_client *c, const char *name_space, const char 
     tb_status status = TB_OK;
     if (found.revision == 0) {
         TB_TRY(tb__verifier_make(token, &verifier));
-        status = txn_compare_and_set(c, key, 0, verifier.text, TB__VERIFIER_NBYTES, 0, &revision, &found);
+        status = compare_and_set(c, key, 0, verifier.text, TB__VERIFIER_NBYTES, 0, deadline_ms, &revision, &found);
     }
     if (found.revision > 0)
         status = check_verifier(c, &found, key, token);
@@ -451,9 +506,8 @@ static void free_etcd_client(etcd_client *c) {
     free(c);
 }
 
-static void etcd_set_timeout(void *context, int timeout_ms) {
-    etcd_client *c = context;
-    c->timeout_ms = timeout_ms;
+static void etcd_interrupt(void *context) {
+    tb__gateway_interrupt(((etcd_client *)context)->gateway);
 }
 
 static void etcd_hang_up(void *context) {
@@ -473,41 +527,30 @@ static void etcd_close(void *context) {
 }
 
 static const tb__store_ops etcd_ops = {
-    .set = etcd_set,
-    .get = etcd_get,
-    .wait = etcd_wait,
-    .compare_and_set = etcd_compare_and_set,
-    .delete_key = etcd_delete,
-    .delete_prefix = etcd_delete_prefix,
-    .list = etcd_list,
-    .wait_change = etcd_wait_change,
-    .set_timeout = etcd_set_timeout,
+    .call = etcd_call,
     .hang_up = etcd_hang_up,
+    .interrupt = etcd_interrupt,
     .close = etcd_close,
     .linger_ms = LINGER_MS,
 };
 
-tb_status tb__etcd_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
-                              int timeout_ms, const tb__store_ops **ops, void **context) {
-    if (strlen(token) > TB__STORE_MAX_TOKEN)
-        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", strlen(token), TB__STORE_MAX_TOKEN);
+tb_status tb__etcd_store_open(const tb__store_url *url, const char *token, const tb__store_secret *secret,
+                              int64_t deadline_ms, const tb__store_ops **ops, void **context) {
+    (void)secret; /* keys belong to nobody in etcd */
     etcd_client *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
-    snprintf(c->url, sizeof c->url, "%s", url);
+    snprintf(c->url, sizeof c->url, "%s", url->base);
     c->owner = getpid();
-    c->timeout_ms = tb__ms_until(deadline_ms);
     pthread_mutex_init(&c->lock, NULL);
     tb__monotonic_cond_init(&c->ended);
     tb_status status = tb__gateway_create(url, &c->gateway);
     if (status == TB_OK)
-        status = check_token(c, name_space, token, deadline_ms);
+        status = check_token(c, url->name_space, token, deadline_ms);
     if (status == TB_OK)
         status = grant_lease(c, deadline_ms);
-    if (status == TB_OK) {
-        c->timeout_ms = timeout_ms;
+    if (status == TB_OK)
         status = tb__start_thread(&c->keeper, "tb-store-lease", lease_thread, c);
-    }
     if (status != TB_OK) {
         free_etcd_client(c);
         return status;

@@ -21,7 +21,9 @@ static json_t *post(const char *path, const char *text) {
     json_t *reply;
     tb__bytes body = {.item = (uint8_t *)(uintptr_t)text, .count = strlen(text)};
     tb__gateway_call call = {.path = path, .body = &body, .deadline_ms = tb__now_ms() + PATIENCE_MS};
-    assert_ok(tb__gateway_create(the_etcd.url, &gateway));
+    tb__store_url parts;
+    assert_ok(tb__store_url_split(the_etcd.url, &parts));
+    assert_ok(tb__gateway_create(&parts, &gateway));
     assert_ok(tb__gateway_post(gateway, &call, &reply));
     tb__gateway_destroy(gateway);
     return reply;
@@ -33,7 +35,7 @@ static void killed_client(void **state) {
     tb__store_value value;
     tb__store *store = open_store(url);
     pid_t pid = start_role("live", url, "ready");
-    assert_ok(tb__store_wait(store, "ready", PATIENCE_MS, &value));
+    assert_ok(await_key(store, "ready", PATIENCE_MS, &value));
     tb__store_value_fini(&value);
     wait_for_count(store, "member/", 2);
     kill_role(pid);
@@ -122,11 +124,12 @@ static void tokens(void **state) {
     tb__store *store;
     snprintf(url, sizeof url, "%s", fresh_url());
     tb__store_close(open_store(url));
-    assert_fails(tb__store_open(url, "close sesame", PATIENCE_MS, &store), TB_DENIED, "tensorbus/token/test");
+    assert_fails(tb__store_open(url, "close sesame, close sesame, close sesame", PATIENCE_MS, &store), TB_DENIED,
+                 "tensorbus/token/test");
     assert_fails(tb__store_open(url, NULL, PATIENCE_MS, &store), TB_DENIED, "token");
     assert_fails(tb__store_open(url, TOKEN " ", PATIENCE_MS, &store), TB_DENIED, "token");
     snprintf(other, sizeof other, "%s-other", url);
-    assert_ok(tb__store_open(other, "close sesame", PATIENCE_MS, &store));
+    assert_ok(tb__store_open(other, "close sesame, close sesame, close sesame", PATIENCE_MS, &store));
     tb__store_close(store);
     tb__store_close(open_store(url));
 
@@ -155,7 +158,7 @@ static void endpoints(void **state) {
     assert_non_null(strstr(tb_error_detail(), text));
     assert_non_null(strstr(tb_error_detail(), " ms: is it etcd?"));
     tb__store_server *server;
-    assert_fails(tb__store_open_or_serve(url, TOKEN, 200, &store, &server), TB_TIMEOUT, "silent");
+    assert_fails(tb__store_open_or_serve(url, TOKEN, NULL, 200, &store, &server), TB_TIMEOUT, "silent");
     snprintf(url, sizeof url, "etcd://127.0.0.1:%d,127.0.0.1:%d,127.0.0.1:%d", dead_port, silent_port,
              the_etcd.port[0]);
     assert_alive(url);
@@ -189,7 +192,7 @@ static void pages(void **state) {
         assert_string_equal(entries.item[i].value.data, key);
     }
     tb__store_entries_fini(&entries);
-    assert_ok(tb__store_delete_prefix(store, "k/"));
+    delete_all(store, "k/");
     wait_for_count(store, "", 1);
     tb__store_close(store);
 }

@@ -4,6 +4,9 @@
 #include "base/sha256.h"
 
 #include <errno.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 
@@ -43,4 +46,33 @@ bool tb__verifier_accepts(const void *verifier, size_t nbytes, const char *token
         return false;
     write_code(token, text, code);
     return tb__is_equal_in_constant_time(code, text + nbytes - sizeof code, sizeof code);
+}
+
+/* ---- Logins ----------------------------------------------------------------------------------------------------- */
+
+static tb_status read_first_line(const char *path, char out[TB__LOGIN_LINE]) {
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return tb__fail(TB_INVALID, "can't read %s: %s", path, strerror(errno));
+    bool is_read = fgets(out, TB__LOGIN_LINE, file) != NULL;
+    fclose(file);
+    size_t length = is_read ? strcspn(out, "\r\n") : 0;
+    if (length == 0 || length == TB__LOGIN_LINE - 1)
+        return tb__fail(TB_INVALID, "the first line of %s has %s", path, length ? "more than 254 bytes" : "nothing");
+    out[length] = '\0';
+    return TB_OK;
+}
+
+tb_status tb__login_make(const char *user_file, const char *password_file, char user[TB__LOGIN_LINE], tb__bytes *out) {
+    char password[TB__LOGIN_LINE];
+    TB_TRY(read_first_line(user_file, user));
+    TB_TRY(read_first_line(password_file, password));
+    json_t *request = json_pack("{s:s, s:s}", "name", user, "password", password);
+    char *text = request ? json_dumps(request, JSON_COMPACT) : NULL;
+    json_decref(request);
+    explicit_bzero(password, sizeof password);
+    if (!text)
+        return tb__fail(TB_INVALID, "user and password in %s and %s must be text", user_file, password_file);
+    *out = (tb__bytes){.item = (uint8_t *)text, .count = strlen(text), .capacity = strlen(text) + 1};
+    return TB_OK;
 }

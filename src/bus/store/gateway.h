@@ -14,8 +14,9 @@ typedef struct tb__gateway tb__gateway;
 
 enum { TB__GATEWAY_MAX_ENDPOINTS = 16 };
 
-/* "etcd://host:port,host:port,..." Does not connect yet. */
-tb_status tb__gateway_create(const char *url, tb__gateway **out);
+/* "etcd://host:port,host:port,..." Does not connect yet. With a CA it speaks TLS. With a user it logs in before the
+ * first call, and again when etcd does not accept the login any more. */
+tb_status tb__gateway_create(const struct tb__store_url *url, tb__gateway **out);
 
 /* No call may be under way. NULL is allowed. */
 void tb__gateway_destroy(tb__gateway *gateway);
@@ -23,12 +24,17 @@ void tb__gateway_destroy(tb__gateway *gateway);
 /* Makes every running call, and all later ones, return TB_LOST with this reason. Only the first reason counts. */
 void tb__gateway_stop(tb__gateway *gateway, const char *why);
 
+/* Ends the streams that are under way, with TB_TIMEOUT. */
+void tb__gateway_interrupt(tb__gateway *gateway);
+
 /* gRPC codes with which etcd refuses a request. */
 typedef enum tb__etcd_code {
     TB__ETCD_OK = 0,
-    TB__ETCD_NOT_FOUND = 5,     /* there is no such lease */
-    TB__ETCD_TOO_LARGE = 8,     /* a message, or the database */
-    TB__ETCD_OUT_OF_RANGE = 11, /* a revision that is compacted, or has not come yet */
+    TB__ETCD_NOT_FOUND = 5, /* there is no such lease */
+    TB__ETCD_TOO_LARGE = 8, /* a message, or the database */
+    TB__ETCD_INVALID = 3,
+    TB__ETCD_OUT_OF_RANGE = 11,    /* a revision that is compacted, or has not come yet */
+    TB__ETCD_UNAUTHENTICATED = 16, /* the login has expired */
 } tb__etcd_code;
 
 typedef struct tb__gateway_call {

@@ -143,17 +143,22 @@ static tb_status name_port(tb__address *address, int fd) {
 }
 
 /* A process on another machine would resolve the name to another address. */
-static tb_status check_reach(const tb__address *address, const struct addrinfo *names) {
+static tb_status check_reach(const tb__address *address, const struct addrinfo *names, bool is_local) {
+    if (is_local && !tb__is_loopback(names))
+        return tb__fail(TB_REFUSED,
+                        "%s: a store that others than this machine can connect to needs a token: --token-file FILE, "
+                        "or --insecure for a network where everybody may",
+                        address->url);
     if (tb__store_url_is_local(address->url) || !tb__is_loopback(names))
         return TB_OK;
     return tb__fail(TB_REFUSED, "%s: '%s' is %s here, which no other host reaches; listen at tcp://0.0.0.0:%s",
                     address->url, address->host, tb__numeric_of(names).text, address->port);
 }
 
-static tb_status listen_tcp(tb__listener *listener) {
+static tb_status listen_tcp(tb__listener *listener, bool is_local) {
     struct addrinfo *names;
     TB_TRY(tb__resolve(&listener->address, tb__now_ms() + RESOLVE_MS, &names));
-    tb_status status = check_reach(&listener->address, names);
+    tb_status status = check_reach(&listener->address, names, is_local);
     if (status != TB_OK) {
         freeaddrinfo(names);
         return status;
@@ -179,9 +184,9 @@ static tb_status listen_tcp(tb__listener *listener) {
     return status;
 }
 
-tb_status tb__listener_open(const tb__address *address, tb__listener *out) {
+tb_status tb__listener_open(const tb__address *address, bool is_local, tb__listener *out) {
     *out = (tb__listener){.address = *address, .socket.fd = -1, .lock.fd = -1};
-    return address->is_unix ? listen_unix(out) : listen_tcp(out);
+    return address->is_unix ? listen_unix(out) : listen_tcp(out, is_local);
 }
 
 void tb__listener_close(tb__listener *listener) {

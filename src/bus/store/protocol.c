@@ -1,26 +1,64 @@
-/* Frames to messages and back, driven by one table of operations. */
+/* Frames to messages and back, driven by one table of operations and one of fields. */
 #include "bus/store/protocol.h"
 
 #include "base/mem.h"
+#include "bus/protocol/protocol.h"
 
 #include <string.h>
 
-enum { HEADER = 4, REPLY_BIT = 0x80, MAX_SENTENCE = 1024, LAST_STATUS = -TB_CONFLICT };
+enum { REPLY_BIT = 0x80, MAX_SENTENCE = 1024, LAST_STATUS = -TB_CONFLICT };
 
 static const struct {
     const char *name, *request, *reply;
 } ops[] = {
-    [TB__STORE_HELLO] = {"hello", "mnt", "n"},
+    [TB__STORE_HELLO] = {"hello", "mnx", "nxt"},
+    [TB__STORE_PROVE] = {"prove", "to", ""},
     [TB__STORE_SET] = {"set", "kvb", "r"},
     [TB__STORE_GET] = {"get", "k", "rv"},
-    [TB__STORE_WAIT] = {"wait", "k", "rv"},
     [TB__STORE_COMPARE_AND_SET] = {"compare_and_set", "krvb", "r"}, /* r: the revision expected, 0 for no such key */
+    [TB__STORE_CREATE_GUARDED] = {"create_guarded", "gwkv", "r"},
     [TB__STORE_DELETE] = {"delete", "k", "r"},
-    [TB__STORE_DELETE_PREFIX] = {"delete_prefix", "p", "r"},
+    [TB__STORE_COUNT] = {"count", "krc", "r"}, /* r: raised to at least this, c: what is added; the reply: before */
     [TB__STORE_LIST] = {"list", "p", "rl"},
-    [TB__STORE_WAIT_CHANGE] = {"wait_change", "pr", "r"}, /* r: a change after this one */
+    [TB__STORE_WAIT_CHANGE] = {"wait_change", "pr", "rv"}, /* r: a change after this one */
     [TB__STORE_CANCEL] = {"cancel", "", ""},
+    [TB__STORE_TAKE_BLOCK] = {"take_block", "gkc", "rc"}, /* c: numbers; the reply: the first of them, the counter */
 };
+
+typedef struct field {
+    char name;
+    enum { NUMBER, RAW, BYTES, KEY, PREFIX } type; /* uint64_t; bytes in the struct; a tb__blob */
+    size_t offset;                                 /* in the message */
+    size_t width;                                  /* bytes of the number, of the bytes, of their length */
+    size_t max;                                    /* length */
+    const char *too_long;
+} field;
+
+#define AT(member) offsetof(tb__store_message, member)
+static const field fields[] = {
+    {'m', NUMBER, AT(magic), 4, 0, NULL},
+    {'n', NUMBER, AT(version), 4, 0, NULL},
+    {'r', NUMBER, AT(revision), 8, 0, NULL},
+    {'c', NUMBER, AT(number), 8, 0, NULL},
+    {'b', NUMBER, AT(lifetime), 1, 0, NULL},
+    {'l', NUMBER, AT(nentries), 4, 0, NULL},
+    {'x', RAW, AT(end), sizeof(tb__proof_end), 0, NULL},
+    {'o', RAW, AT(secret), sizeof(tb__store_secret), 0, NULL},
+    {'k', KEY, AT(key), 2, TB__STORE_MAX_WIRE_KEY, "a key is too long"},
+    {'p', PREFIX, AT(key), 2, TB__STORE_MAX_WIRE_KEY, "a key is too long"},
+    {'g', KEY, AT(guard), 2, TB__STORE_MAX_WIRE_KEY, "a key is too long"},
+    {'v', BYTES, AT(value), 4, TB__STORE_MAX_VALUE, "a value is too long"},
+    {'w', BYTES, AT(guard_value), 4, TB__STORE_MAX_VALUE, "a value is too long"},
+    {'t', BYTES, AT(value), 2, TB__PROOF_NBYTES, "the proof is too long"},
+    {'s', BYTES, AT(value), 2, MAX_SENTENCE, "the sentence is too long"},
+};
+
+static const field *field_of(char name) {
+    const field *f = fields;
+    while (f->name != name)
+        f++;
+    return f;
+}
 
 const char *tb__store_op_name(tb__store_op op) {
     return (unsigned)op < TB__STORE_NOPS ? ops[op].name : "unknown";
@@ -32,230 +70,167 @@ static const char *fields_of(const tb__store_message *m) {
     return m->status == TB_OK ? ops[m->op].reply : m->status == TB_CONFLICT ? "rv" : "s";
 }
 
-/* Reading. A cursor that ran out or met what is not allowed has a reason, and reads zeros from then on. */
+/* ---- Reading --------------------------------------------------------------------------------------------------- */
+
+/* A cursor that ran out or met what is not allowed has a reason, and reads zeros from then on. */
 typedef struct cursor {
     const uint8_t *at, *end;
     const char *wrong;
 } cursor;
 
-static uint64_t get_uint(cursor *c, size_t nbytes) {
-    if ((size_t)(c->end - c->at) < nbytes && !c->wrong)
-        c->wrong = "it ends too early";
+static void reject(cursor *c, bool is_wrong, const char *why) {
+    if (is_wrong && !c->wrong)
+        c->wrong = why;
+}
+
+/* Empty if it can't be had. */
+static tb__blob take_bytes(cursor *c, size_t nbytes) {
+    reject(c, (size_t)(c->end - c->at) < nbytes, "it ends too early");
     if (c->wrong)
-        return 0;
-    uint64_t value = 0;
-    for (size_t i = 0; i < nbytes; i++)
-        value |= (uint64_t)c->at[i] << (8 * i);
+        return (tb__blob){0};
     c->at += nbytes;
+    return (tb__blob){.data = c->at - nbytes, .nbytes = nbytes};
+}
+
+static uint64_t take_number(cursor *c, size_t width) {
+    tb__blob bytes = take_bytes(c, width);
+    uint64_t value = 0;
+    for (size_t i = 0; i < bytes.nbytes; i++)
+        value |= (uint64_t)bytes.data[i] << (8 * i);
     return value;
 }
 
-static tb__span get_span(cursor *c, size_t length_nbytes, size_t max, const char *too_long) {
-    size_t nbytes = (size_t)get_uint(c, length_nbytes);
-    if (!c->wrong && nbytes > max)
-        c->wrong = too_long;
-    if (!c->wrong && (size_t)(c->end - c->at) < nbytes)
-        c->wrong = "it ends too early";
-    if (c->wrong)
-        return (tb__span){0};
-    tb__span span = {.data = c->at, .nbytes = nbytes};
-    c->at += nbytes;
-    return span;
+static void take_field(cursor *c, char name, tb__store_message *m) {
+    const field *f = field_of(name);
+    void *at = (char *)m + f->offset;
+    size_t width = f->type == RAW ? f->width : (size_t)take_number(c, f->width);
+    if (f->type == NUMBER) {
+        *(uint64_t *)at = width;
+        return;
+    }
+    reject(c, f->type != RAW && width > f->max, f->too_long);
+    tb__blob bytes = take_bytes(c, width);
+    reject(c, f->type == KEY && bytes.nbytes == 0, "a key is empty");
+    reject(c, f->type >= KEY && bytes.nbytes > 0 && memchr(bytes.data, 0, bytes.nbytes), "a key has a NUL in it");
+    if (f->type != RAW)
+        *(tb__blob *)at = bytes;
+    else if (bytes.nbytes > 0)
+        memcpy(at, bytes.data, bytes.nbytes);
 }
 
-static tb__span get_key(cursor *c, bool may_be_empty) {
-    tb__span key = get_span(c, 2, TB__STORE_MAX_WIRE_KEY, "a key is too long");
-    if (!c->wrong && key.nbytes == 0 && !may_be_empty)
-        c->wrong = "a key is empty";
-    if (!c->wrong && key.nbytes > 0 && memchr(key.data, 0, key.nbytes))
-        c->wrong = "a key has a NUL in it";
-    return key;
+static void take_entry(cursor *c, tb__store_message *out) {
+    for (const char *name = "krv"; *name; name++)
+        take_field(c, *name, out);
 }
 
-static tb__span get_value(cursor *c) {
-    return get_span(c, 4, TB__STORE_MAX_VALUE, "a value is too long");
-}
-
-static void get_entries(cursor *c, tb__store_message *m) {
-    m->nentries = (uint32_t)get_uint(c, 4);
+static void take_entries(cursor *c, tb__store_message *m) {
+    tb__store_message entry = {0};
     const uint8_t *first = c->at;
-    for (uint32_t i = 0; i < m->nentries && !c->wrong; i++) {
-        get_key(c, false);
-        get_uint(c, 8);
-        get_value(c);
-    }
-    m->entries = (tb__span){.data = first, .nbytes = (size_t)(c->at - first)};
+    for (uint64_t i = 0; i < m->nentries && !c->wrong; i++)
+        take_entry(c, &entry);
+    m->entries = (tb__blob){.data = first, .nbytes = (size_t)(c->at - first)};
 }
 
-static void get_field(cursor *c, char field, tb__store_message *m) {
-    switch (field) {
-    case 'm':
-        if (get_uint(c, 4) != TB__STORE_MAGIC && !c->wrong)
-            c->wrong = "it does not begin like a tensorbus store's hello";
-        break;
-    case 'n':
-        m->version = (uint32_t)get_uint(c, 4);
-        break;
-    case 't':
-        m->value = get_span(c, 2, TB__STORE_MAX_TOKEN, "the token is too long");
-        break;
-    case 'k':
-    case 'p':
-        m->key = get_key(c, field == 'p');
-        break;
-    case 'v':
-        m->value = get_value(c);
-        break;
-    case 's':
-        m->value = get_span(c, 2, MAX_SENTENCE, "the sentence is too long");
-        break;
-    case 'r':
-        m->revision = get_uint(c, 8);
-        break;
-    case 'l':
-        get_entries(c, m);
-        break;
-    case 'b': {
-        uint64_t lifetime = get_uint(c, 1);
-        if (lifetime > TB__STORE_EPHEMERAL && !c->wrong)
-            c->wrong = "no such lifetime";
-        m->lifetime = lifetime == TB__STORE_EPHEMERAL ? TB__STORE_EPHEMERAL : TB__STORE_PERMANENT;
-        break;
-    }
-    }
-}
-
-static void get_body(cursor *c, tb__store_message *m) {
-    m->id = get_uint(c, 8);
-    unsigned op = (unsigned)get_uint(c, 1);
+static void take_message(cursor *c, tb__store_message *m) {
+    m->id = take_number(c, 8);
+    unsigned op = (unsigned)take_number(c, 1);
     m->is_reply = (op & REPLY_BIT) != 0;
     op &= ~(unsigned)REPLY_BIT;
-    if (!c->wrong && op >= TB__STORE_NOPS)
-        c->wrong = "no such operation";
+    reject(c, op >= TB__STORE_NOPS, "no such operation");
     if (c->wrong)
         return;
     m->op = (tb__store_op)op;
-    if (m->is_reply) {
-        int status = (int)get_uint(c, 1);
-        if (status > LAST_STATUS && !c->wrong)
-            c->wrong = "no such status";
-        m->status = (tb_status)-status;
-    }
-    for (const char *field = fields_of(m); *field && !c->wrong; field++) {
-        get_field(c, *field, m);
+    int status = m->is_reply ? (int)take_number(c, 1) : 0;
+    reject(c, status > LAST_STATUS, "no such status");
+    m->status = (tb_status)-status;
+    for (const char *name = fields_of(m); *name && !c->wrong; name++) {
+        take_field(c, *name, m);
+        reject(c, *name == 'm' && m->magic != TB__STORE_MAGIC, "it does not begin like a tensorbus store's hello");
+        reject(c, *name == 'b' && m->lifetime > TB__STORE_ONCE, "no such lifetime");
+        if (*name == 'l')
+            take_entries(c, m);
         /* The rest is defined by that version. */
-        if (*field == 'n' && !m->is_reply && m->version != TB__STORE_VERSION && !c->wrong)
+        if (*name == 'n' && !m->is_reply && m->version != TB__STORE_VERSION && !c->wrong)
             return;
     }
-    if (!c->wrong && c->at != c->end)
-        c->wrong = "it goes on after its last field";
+    reject(c, c->at != c->end, "it goes on after its last field");
 }
 
-tb_status tb__store_decode(const uint8_t *data, size_t nbytes, size_t max_nbytes, tb__store_message *out,
-                           size_t *used) {
-    *out = (tb__store_message){0};
-    *used = 0;
-    if (nbytes < HEADER)
-        return TB_OK;
-    cursor c = {.at = data, .end = data + HEADER};
-    size_t length = (size_t)get_uint(&c, HEADER);
-    if (length > max_nbytes - HEADER)
-        return tb__fail(TB_TOO_BIG, "a frame of %zu bytes where at most %zu are allowed", length, max_nbytes - HEADER);
-    if (nbytes - HEADER < length)
-        return TB_OK;
-    c.end = data + HEADER + length;
+tb_status tb__store_decode(tb__blob frame, tb__store_message *out) {
+    cursor c = {.at = frame.data, .end = frame.data + frame.nbytes};
     tb__store_message m = {0};
-    get_body(&c, &m);
-    if (c.wrong) {
-        out->id = m.id;
-        return tb__fail(TB_INVALID, "a malformed %s frame of %zu bytes: %s", m.is_reply ? "reply" : "request", length,
-                        c.wrong);
-    }
+    take_message(&c, &m);
     *out = m;
-    *used = HEADER + length;
-    return TB_OK;
+    if (c.wrong)
+        *out = (tb__store_message){.id = m.id};
+    return c.wrong ? tb__fail(TB_INVALID, "a malformed %s frame of %zu bytes: %s", m.is_reply ? "reply" : "request",
+                              frame.nbytes, c.wrong)
+                   : TB_OK;
 }
 
-/* Writing, into space that was reserved. */
-static void put_little_endian(tb__bytes *out, uint64_t value, size_t nbytes) {
-    for (size_t i = 0; i < nbytes; i++)
+/* ---- Writing, into space that was reserved --------------------------------------------------------------------- */
+
+static void put_number(tb__bytes *out, uint64_t value, size_t width) {
+    for (size_t i = 0; i < width; i++)
         out->item[out->count++] = (uint8_t)(value >> (8 * i));
 }
 
-static void put_bytes(tb__bytes *out, tb__span span) {
-    if (span.nbytes > 0)
-        memcpy(out->item + out->count, span.data, span.nbytes);
-    out->count += span.nbytes;
+static void put_bytes(tb__bytes *out, const void *data, size_t nbytes) {
+    if (nbytes > 0)
+        memcpy(out->item + out->count, data, nbytes);
+    out->count += nbytes;
 }
 
-static void put_store_field(tb__bytes *out, char field, const tb__store_message *m) {
-    switch (field) {
-    case 'm':
-        put_little_endian(out, TB__STORE_MAGIC, 4);
-        break;
-    case 'n':
-        put_little_endian(out, m->version, 4);
-        break;
-    case 'k':
-    case 'p':
-        put_little_endian(out, m->key.nbytes, 2);
-        put_bytes(out, m->key);
-        break;
-    case 'v':
-        put_little_endian(out, m->value.nbytes, 4);
-        put_bytes(out, m->value);
-        break;
-    case 't':
-    case 's':
-        put_little_endian(out, m->value.nbytes, 2);
-        put_bytes(out, m->value);
-        break;
-    case 'r':
-        put_little_endian(out, m->revision, 8);
-        break;
-    case 'b':
-        put_little_endian(out, (uint64_t)m->lifetime, 1);
-        break;
-    case 'l':
-        put_little_endian(out, m->nentries, 4);
-        put_bytes(out, m->entries);
-        break;
+static void put_field(tb__bytes *out, char name, const tb__store_message *m) {
+    const field *f = field_of(name);
+    const void *at = (const char *)m + f->offset;
+    if (f->type == NUMBER) {
+        put_number(out, name == 'm' ? TB__STORE_MAGIC : *(const uint64_t *)at, f->width);
+    } else if (f->type == RAW) {
+        put_bytes(out, at, f->width);
+    } else {
+        const tb__blob *bytes = at;
+        put_number(out, bytes->nbytes, f->width);
+        put_bytes(out, bytes->data, bytes->nbytes);
     }
+    if (name == 'l')
+        put_bytes(out, m->entries.data, m->entries.nbytes);
 }
 
 tb_status tb__store_encode(const tb__store_message *message, tb__bytes *out) {
-    if (!tb__vec_reserve(out, 64 + message->key.nbytes + message->value.nbytes + message->entries.nbytes))
+    if (!tb__vec_reserve(out, 128 + message->guard.nbytes + message->guard_value.nbytes + message->key.nbytes +
+                                  message->value.nbytes + message->entries.nbytes))
         return TB_NO_MEMORY;
     size_t start = out->count;
-    put_little_endian(out, 0, HEADER);
-    put_little_endian(out, message->id, 8);
-    put_little_endian(out, (unsigned)message->op | (message->is_reply ? REPLY_BIT : 0), 1);
+    put_number(out, 0, TB__FRAME_HEADER);
+    put_number(out, message->id, 8);
+    put_number(out, (unsigned)message->op | (message->is_reply ? REPLY_BIT : 0), 1);
     if (message->is_reply)
-        put_little_endian(out, (uint64_t)-message->status, 1);
-    for (const char *field = fields_of(message); *field; field++)
-        put_store_field(out, *field, message);
-    tb__bytes length = {.item = out->item + start};
-    put_little_endian(&length, out->count - start - HEADER, HEADER);
+        put_number(out, (uint64_t)-message->status, 1);
+    for (const char *name = fields_of(message); *name; name++)
+        put_field(out, *name, message);
+    put_number(&(tb__bytes){.item = out->item + start}, out->count - start - TB__FRAME_HEADER, TB__FRAME_HEADER);
     return TB_OK;
 }
 
-tb_status tb__store_add_entry(tb__bytes *entries, tb__span key, uint64_t revision, tb__span value) {
+tb_status tb__store_add_entry(tb__bytes *entries, tb__blob key, uint64_t revision, tb__blob value) {
     tb__store_message m = {.key = key, .revision = revision, .value = value};
     if (!tb__vec_reserve(entries, 64 + key.nbytes + value.nbytes))
         return TB_NO_MEMORY;
-    put_store_field(entries, 'k', &m);
-    put_store_field(entries, 'r', &m);
-    put_store_field(entries, 'v', &m);
+    for (const char *name = "krv"; *name; name++)
+        put_field(entries, *name, &m);
     return TB_OK;
 }
 
-bool tb__store_next_entry(tb__span *entries, tb__span *key, uint64_t *revision, tb__span *value) {
+bool tb__store_next_entry(tb__blob *entries, tb__blob *key, uint64_t *revision, tb__blob *value) {
+    tb__store_message m = {0};
     if (entries->nbytes == 0)
         return false;
     cursor c = {.at = entries->data, .end = entries->data + entries->nbytes};
-    *key = get_key(&c, false);
-    *revision = get_uint(&c, 8);
-    *value = get_value(&c);
-    *entries = (tb__span){.data = c.at, .nbytes = (size_t)(c.end - c.at)};
+    take_entry(&c, &m);
+    *key = m.key;
+    *revision = m.revision;
+    *value = m.value;
+    *entries = (tb__blob){.data = c.at, .nbytes = (size_t)(c.end - c.at)};
     return !c.wrong;
 }

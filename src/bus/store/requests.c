@@ -1,6 +1,8 @@
 /* The operations of the embedded server. */
 #include "bus/store/session.h"
 
+#include "base/log.h"
+
 #include <string.h>
 
 void tb__session_touch(tb__session *session) {
@@ -14,7 +16,7 @@ static void send_reply(tb__session *session, const tb__store_message *reply) {
     tb__session_touch(session);
     if (session->is_closing)
         return;
-    if (tb__store_encode(reply, &session->out) != TB_OK || session->out.count - session->nsent > TB__SESSION_STUCK)
+    if (tb__store_encode(reply, &session->out) != TB_OK)
         session->is_closing = true;
 }
 
@@ -45,48 +47,157 @@ static void reply_record(tb__session *session, uint64_t id, tb__store_op op, tb_
     send_reply(session, &reply);
 }
 
-/* Takes as long for any token as for any other. */
-static bool is_server_token(const tb__store_server *server, tb__span given) {
-    uint8_t padded[TB__STORE_MAX_TOKEN] = {0};
-    if (given.nbytes > 0)
-        memcpy(padded, given.data, given.nbytes);
-    volatile unsigned difference = (unsigned)(given.nbytes ^ server->token_nbytes);
-    for (size_t i = 0; i < sizeof padded; i++)
-        difference |= (unsigned)(padded[i] ^ server->token[i]);
-    return difference == 0;
+static void end_session(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
+    tb__session_refuse(session, id, op, status);
+    session->is_closing = true;
 }
 
 static void serve_hello(tb__session *session, const tb__store_message *request) {
     tb__store_server *server = session->server;
     tb_status status = TB_OK;
-    if (session->has_greeted)
+    uint8_t proof[TB__PROOF_NBYTES];
+    if (session->has_hello)
         status = tb__fail(TB_INVALID, "a second hello");
     else if (request->version != TB__STORE_VERSION)
         status = tb__fail(TB_REFUSED, "the client speaks version %u of the store's protocol, the server version %u",
                           (unsigned)request->version, (unsigned)TB__STORE_VERSION);
-    else if (!is_server_token(server, request->value))
-        status = tb__fail(TB_DENIED, "the token is not the server's");
+    else
+        status = tb__random_bytes(session->mine.nonce, sizeof session->mine.nonce);
     if (status != TB_OK) {
-        tb__session_refuse(session, request->id, request->op, status);
-        session->is_closing = true;
+        end_session(session, request->id, request->op, status);
         return;
     }
-    session->has_greeted = true;
-    TAILQ_REMOVE(&server->pending_hello, session, pending_hello);
-    send_reply(session, &(tb__store_message){
-                            .id = request->id, .op = request->op, .is_reply = true, .version = TB__STORE_VERSION});
+    session->has_hello = true;
+    session->peer = request->end;
+    memcpy(session->mine.id, server->id, sizeof server->id);
+    tb__proof_make(&server->key, "server", TB__STORE_VERSION, &session->mine, &session->peer, proof);
+    send_reply(session, &(tb__store_message){.id = request->id,
+                                             .op = request->op,
+                                             .is_reply = true,
+                                             .version = TB__STORE_VERSION,
+                                             .end = session->mine,
+                                             .value = {.data = proof, .nbytes = sizeof proof}});
+}
+
+static bool is_writer(const tb__session *session) {
+    static const tb__key_owner nobody;
+    return memcmp(&session->owner, &nobody, sizeof nobody) != 0;
+}
+
+/* The connected session of a process; NULL: it has none. */
+static tb__session *find_session(const tb__store_server *server, const tb__key_owner *owner) {
+    for (tb__session *s = LIST_FIRST(&server->sessions); s; s = LIST_NEXT(s, link)) {
+        if (s->has_proved && !s->is_closing && memcmp(&s->owner, owner, sizeof *owner) == 0)
+            return s;
+    }
+    return NULL;
+}
+
+/* Gives the session the keys of the process whose secret it has. An older connection of that process is half open: the
+ * process has given it up. */
+static void take_over(tb__session *session, const tb__key_owner *owner) {
+    tb__session *old = find_session(session->server, owner);
+    session->owner = *owner;
+    if (!old)
+        return;
+    session->has_ephemerals = old->has_ephemerals;
+    old->has_ephemerals = false;
+    tb__set_detail("a newer connection of the same process has taken over");
+    end_session(old, 0, TB__STORE_HELLO, TB_LOST);
+}
+
+static tb_status check_prove(const tb__session *session, const tb__store_message *request, tb__key_owner *owner) {
+    static const tb__store_secret none;
+    uint8_t digest[TB__SHA256_NBYTES];
+    tb__sha256 hash;
+    if (session->has_proved)
+        return tb__fail(TB_INVALID, "a second prove");
+    if (!tb__proof_accepts(&session->server->key, "client", TB__STORE_VERSION, &session->peer, &session->mine,
+                           request->value.data, request->value.nbytes))
+        return tb__fail(TB_DENIED, "the token is not the server's");
+    if (memcmp(&request->secret, &none, sizeof none) == 0)
+        return TB_OK;
+    tb__sha256_init(&hash);
+    tb__sha256_add(&hash, request->secret.bytes, sizeof request->secret.bytes);
+    tb__sha256_end(&hash, digest);
+    memcpy(owner->id, digest, sizeof owner->id);
+    if (memcmp(owner->id, session->peer.id, sizeof owner->id) != 0)
+        return tb__fail(TB_DENIED, "the id in the hello is not made from the secret");
+    return TB_OK;
+}
+
+static void serve_prove(tb__session *session, const tb__store_message *request) {
+    tb__key_owner owner = {0};
+    tb_status status = check_prove(session, request, &owner);
+    if (status != TB_OK) {
+        tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", session->server->listener.address.url,
+                tb_error_detail());
+        end_session(session, request->id, request->op, status);
+        return;
+    }
+    take_over(session, &owner);
+    session->has_proved = true;
+    TAILQ_REMOVE(&session->server->pending_hello, session, pending_hello);
+    send_reply(session, &(tb__store_message){.id = request->id, .op = request->op, .is_reply = true});
+}
+
+/* Whether the session's process may write or delete the record; NULL: there is none. */
+static tb_status check_writer(const tb__session *session, const tb__record *record, bool is_delete) {
+    if (!is_writer(session))
+        return tb__fail(TB_DENIED, "this connection came without a secret, and may not write");
+    if (!record)
+        return TB_OK;
+    if (record->is_counter)
+        return tb__fail(TB_DENIED, "it is a counter");
+    bool is_own = memcmp(&record->owner, &session->owner, sizeof session->owner) == 0;
+    if (record->lifetime == TB__STORE_ONCE)
+        return is_own && is_delete ? TB_OK
+                                   : tb__fail(TB_DENIED, is_delete ? "only the process that made it can delete it"
+                                                                   : "it is written once, and was");
+    if (is_own || (record->lifetime == TB__STORE_PERMANENT && !find_session(session->server, &record->owner)))
+        return TB_OK;
+    return tb__fail(TB_DENIED, "it belongs to another process");
+}
+
+static void set_key(tb__session *session, const tb__store_message *request, tb__store_lifetime lifetime) {
+    tb__store_table *table = &session->server->table;
+    tb_status status = check_writer(session, tb__store_table_find(table, request->key), false);
+    if (status == TB_OK)
+        status = tb__store_table_set(table, request->key, request->value, &session->owner, lifetime);
+    if (status != TB_OK) {
+        tb__session_refuse(session, request->id, request->op, status);
+        return;
+    }
+    session->has_ephemerals |= lifetime == TB__STORE_EPHEMERAL;
+    reply_revision(session, request, table->revision);
 }
 
 static void serve_set(tb__session *session, const tb__store_message *request) {
-    tb__store_table *table = &session->server->table;
-    bool is_ephemeral = request->lifetime == TB__STORE_EPHEMERAL;
-    tb_status status = tb__store_table_set(table, request->key, request->value, is_ephemeral ? session->id : 0);
-    if (status != TB_OK) {
+    set_key(session, request, (tb__store_lifetime)request->lifetime);
+}
+
+static void serve_count(tb__session *session, const tb__store_message *request) {
+    uint64_t before = 0;
+    tb_status status = check_writer(session, NULL, false);
+    if (status == TB_OK)
+        status =
+            tb__store_table_count(&session->server->table, request->key, request->revision, request->number, &before);
+    if (status == TB_OK)
+        reply_revision(session, request, before);
+    else
         tb__session_refuse(session, request->id, request->op, status);
-        return;
-    }
-    session->has_ephemerals |= is_ephemeral;
-    reply_revision(session, request, table->revision);
+}
+
+static void serve_take_block(tb__session *session, const tb__store_message *request) {
+    tb__store_message reply = {.id = request->id, .op = request->op, .is_reply = true};
+    tb_status status = check_writer(session, NULL, false);
+    if (status == TB_OK)
+        status = tb__store_table_take_block(&session->server->table, request->guard, request->key, request->number,
+                                            &reply.revision, &reply.number);
+    if (status == TB_OK)
+        send_reply(session, &reply);
+    else
+        tb__session_refuse(session, request->id, request->op, status);
 }
 
 static void serve_get(tb__session *session, const tb__store_message *request) {
@@ -101,14 +212,30 @@ static void serve_compare_and_set(tb__session *session, const tb__store_message 
         reply_record(session, request->id, request->op, TB_CONFLICT, present);
 }
 
-static void serve_delete(tb__session *session, const tb__store_message *request) {
-    tb__store_table_remove(&session->server->table, request->key);
-    reply_revision(session, request, session->server->table.revision);
+static void serve_create_guarded(tb__session *session, const tb__store_message *request) {
+    const tb__store_table *table = &session->server->table;
+    const tb__record *guard = tb__store_table_find(table, request->guard);
+    const tb__record *present = tb__store_table_find(table, request->key);
+    tb__blob value = guard ? tb__record_value(guard) : (tb__blob){0};
+    if (!guard || value.nbytes != request->guard_value.nbytes ||
+        (value.nbytes > 0 && memcmp(value.data, request->guard_value.data, value.nbytes) != 0))
+        tb__session_refuse(session, request->id, request->op,
+                           tb__fail(TB_REFUSED, "the key that guards it has another value"));
+    else if (present)
+        reply_record(session, request->id, request->op, TB_CONFLICT, present);
+    else
+        set_key(session, request, TB__STORE_ONCE);
 }
 
-static void serve_delete_prefix(tb__session *session, const tb__store_message *request) {
-    tb__store_table_remove_prefix(&session->server->table, request->key);
-    reply_revision(session, request, session->server->table.revision);
+static void serve_delete(tb__session *session, const tb__store_message *request) {
+    tb__store_table *table = &session->server->table;
+    tb_status status = check_writer(session, tb__store_table_find(table, request->key), true);
+    if (status != TB_OK) {
+        tb__session_refuse(session, request->id, request->op, status);
+        return;
+    }
+    tb__store_table_remove(table, request->key);
+    reply_revision(session, request, table->revision);
 }
 
 static void serve_list(tb__session *session, const tb__store_message *request) {
@@ -154,9 +281,9 @@ static void add_waiter(tb__session *session, const tb__store_message *request) {
         tb__session_refuse(session, request->id, request->op, status);
         return;
     }
-    *waiter = (tb__waiter){.session = session, .id = request->id, .op = request->op, .nbytes = request->key.nbytes};
+    *waiter = (tb__waiter){.session = session, .id = request->id, .nbytes = request->key.nbytes};
     if (request->key.nbytes > 0)
-        memcpy(waiter->key, request->key.data, request->key.nbytes);
+        memcpy(waiter->prefix, request->key.data, request->key.nbytes);
     LIST_INSERT_HEAD(&session->server->waiters, waiter, in_server);
     LIST_INSERT_HEAD(&session->waiters, waiter, in_session);
     session->nwaiters++;
@@ -169,18 +296,19 @@ static void remove_waiter(tb__waiter *waiter) {
     free(waiter);
 }
 
-static void serve_wait(tb__session *session, const tb__store_message *request) {
-    const tb__record *present = tb__store_table_find(&session->server->table, request->key);
-    if (present)
-        reply_record(session, request->id, request->op, TB_OK, present);
-    else
-        add_waiter(session, request);
+/* `record` is what was changed; NULL: it was removed, or there were several changes. */
+static void reply_change(tb__session *session, uint64_t id, uint64_t revision, const tb__record *record) {
+    tb__store_message reply = {.id = id, .op = TB__STORE_WAIT_CHANGE, .is_reply = true, .revision = revision};
+    if (record && !record->is_removed && record->value_nbytes <= TB__STORE_MAX_TOLD)
+        reply.value = tb__record_value(record);
+    send_reply(session, &reply);
 }
 
 static void serve_wait_change(tb__session *session, const tb__store_message *request) {
     const tb__store_table *table = &session->server->table;
     if (tb__store_table_changed_since(table, request->key, request->revision))
-        reply_revision(session, request, table->revision);
+        reply_change(session, request->id, table->revision,
+                     tb__store_table_only_change(table, request->key, request->revision));
     else
         add_waiter(session, request);
 }
@@ -202,37 +330,24 @@ void tb__session_drop_waiters(tb__session *session) {
     }
 }
 
-void tb__wake_waiters(void *server, const tb__record *record, bool is_removed) {
-    tb__span key = tb__record_key(record);
+void tb__wake_waiters(void *server, const tb__record *record) {
     tb__waiter *next;
     for (tb__waiter *waiter = LIST_FIRST(&((tb__store_server *)server)->waiters); waiter; waiter = next) {
         next = LIST_NEXT(waiter, in_server);
-        tb__span wanted = {.data = waiter->key, .nbytes = waiter->nbytes};
-        if (!tb__span_starts_with(key, wanted))
+        if (!tb__blob_starts_with(tb__record_key(record), (tb__blob){.data = waiter->prefix, .nbytes = waiter->nbytes}))
             continue;
-        if (waiter->op == TB__STORE_WAIT && (is_removed || wanted.nbytes != key.nbytes))
-            continue;
-        if (waiter->op == TB__STORE_WAIT)
-            reply_record(waiter->session, waiter->id, waiter->op, TB_OK, record);
-        else
-            send_reply(waiter->session,
-                       &(tb__store_message){
-                           .id = waiter->id, .op = waiter->op, .is_reply = true, .revision = record->revision});
+        reply_change(waiter->session, waiter->id, record->revision, record);
         remove_waiter(waiter);
     }
 }
 
 static void (*const handlers[])(tb__session *session, const tb__store_message *request) = {
-    [TB__STORE_HELLO] = serve_hello,
-    [TB__STORE_SET] = serve_set,
-    [TB__STORE_GET] = serve_get,
-    [TB__STORE_WAIT] = serve_wait,
-    [TB__STORE_COMPARE_AND_SET] = serve_compare_and_set,
-    [TB__STORE_DELETE] = serve_delete,
-    [TB__STORE_DELETE_PREFIX] = serve_delete_prefix,
-    [TB__STORE_LIST] = serve_list,
-    [TB__STORE_WAIT_CHANGE] = serve_wait_change,
-    [TB__STORE_CANCEL] = serve_cancel,
+    [TB__STORE_HELLO] = serve_hello,   [TB__STORE_SET] = serve_set,
+    [TB__STORE_GET] = serve_get,       [TB__STORE_COMPARE_AND_SET] = serve_compare_and_set,
+    [TB__STORE_DELETE] = serve_delete, [TB__STORE_COUNT] = serve_count,
+    [TB__STORE_LIST] = serve_list,     [TB__STORE_WAIT_CHANGE] = serve_wait_change,
+    [TB__STORE_CANCEL] = serve_cancel, [TB__STORE_CREATE_GUARDED] = serve_create_guarded,
+    [TB__STORE_PROVE] = serve_prove,   [TB__STORE_TAKE_BLOCK] = serve_take_block,
 };
 
 _Static_assert(sizeof handlers / sizeof *handlers == TB__STORE_NOPS, "every operation has a handler");
@@ -241,12 +356,14 @@ void tb__session_serve(tb__session *session, const tb__store_message *request) {
     tb_status status = TB_OK;
     if (request->is_reply)
         status = tb__fail(TB_INVALID, "a reply where a request belongs");
-    else if (!session->has_greeted && request->op != TB__STORE_HELLO)
+    else if (!session->has_hello && request->op != TB__STORE_HELLO)
         status = tb__fail(TB_INVALID, "a %s before the hello", tb__store_op_name(request->op));
+    else if (!session->has_proved && request->op > TB__STORE_PROVE)
+        status = tb__fail(TB_DENIED, "a %s before the client has proved that it has the token",
+                          tb__store_op_name(request->op));
     if (status == TB_OK) {
         handlers[request->op](session, request);
     } else {
-        tb__session_refuse(session, request->id, request->op, status);
-        session->is_closing = true;
+        end_session(session, request->id, request->op, status);
     }
 }

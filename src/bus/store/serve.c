@@ -22,14 +22,14 @@ static bool is_for_others(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
-static tb_status serve_and_open(const char *url, const char *token, int timeout_ms, tb__store **store,
-                                tb__store_server **server) {
+static tb_status serve_and_open(const char *url, const char *token, const tb__store_secret *secret, int timeout_ms,
+                                tb__store **store, tb__store_server **server) {
     tb__store_server *mine = NULL;
     if (!tb__store_is_embedded(url))
         return TB_REFUSED;
     /* The caller has just tried to connect. */
     TB_TRY(tb__store_server_start_limited(url, token, &(tb__store_limits){0}, &mine));
-    tb_status status = tb__store_open(url, token, timeout_ms, store);
+    tb_status status = tb__store_open_until(url, token, secret, tb__now_ms() + timeout_ms, timeout_ms, store);
     if (status != TB_OK) {
         tb__store_server_stop(mine);
         return tb__fail_within(TB_IO, "the store's own server does not answer");
@@ -39,16 +39,17 @@ static tb_status serve_and_open(const char *url, const char *token, int timeout_
 }
 
 /* `is_for_later`: nobody serves yet, and this process can't. */
-static tb_status open_or_serve_now(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
-                                   tb__store **store, tb__store_server **server, bool *is_for_later) {
-    tb_status status = tb__store_open_until(url, token, deadline_ms, timeout_ms, store);
+static tb_status open_or_serve_now(const char *url, const char *token, const tb__store_secret *secret,
+                                   int64_t deadline_ms, int timeout_ms, tb__store **store, tb__store_server **server,
+                                   bool *is_for_later) {
+    tb_status status = tb__store_open_until(url, token, secret, deadline_ms, timeout_ms, store);
     *is_for_later = false;
     if (status == TB_OK)
         *server = NULL;
     if (!should_retry_open(status))
         return status;
     tb__saved_detail why = tb__save_detail();
-    tb_status served = serve_and_open(url, token, timeout_ms, store, server);
+    tb_status served = serve_and_open(url, token, secret, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
     if (!*is_for_later)
         return served;
@@ -58,20 +59,20 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
     return tb__fail(status, "%.255s%s", why.text, why_not);
 }
 
-tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
-                                      tb__store_server **server) {
+tb_status tb__store_try_open_or_serve(const char *url, const char *token, const tb__store_secret *secret,
+                                      int timeout_ms, tb__store **store, tb__store_server **server) {
     bool is_for_later;
-    return open_or_serve_now(url, token, tb__now_ms() + timeout_ms, timeout_ms, store, server, &is_for_later);
+    return open_or_serve_now(url, token, secret, tb__now_ms() + timeout_ms, timeout_ms, store, server, &is_for_later);
 }
 
-tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
-                                  tb__store_server **server) {
+tb_status tb__store_open_or_serve(const char *url, const char *token, const tb__store_secret *secret, int timeout_ms,
+                                  tb__store **store, tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     char why[TB__STORE_MAX_URL + 256] = ""; /* of the last failed attempt */
     for (int delay_ms = FIRST_DELAY_MS;; delay_ms = delay_ms * 2 < LONGEST_DELAY_MS ? delay_ms * 2 : LONGEST_DELAY_MS) {
         bool is_for_later;
         int64_t begun_ms = tb__now_ms();
-        tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
+        tb_status status = open_or_serve_now(url, token, secret, deadline_ms, timeout_ms, store, server, &is_for_later);
         /* The message of an attempt that was cut short says less than the one before. */
         bool is_cut = status == TB_TIMEOUT && *why && tb__now_ms() - begun_ms < SILENT_MS;
         if (!is_for_later && !is_cut)

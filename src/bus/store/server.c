@@ -51,14 +51,14 @@ static void close_session(tb__session *session) {
     tb__session_drop_waiters(session);
     if (session->is_dirty)
         TAILQ_REMOVE(&server->dirty, session, dirty);
-    if (!session->has_greeted)
+    if (!session->has_proved)
         TAILQ_REMOVE(&server->pending_hello, session, pending_hello);
     LIST_REMOVE(session, link);
     server->nsessions--;
     server->nbuffers -= session->nbuffers;
     if (session->has_ephemerals)
-        tb__store_table_remove_owner(&server->table, session->id);
-    free(session->in.item);
+        tb__store_table_remove_ephemerals(&server->table, &session->owner);
+    tb__frame_reader_fini(&session->in);
     free(session->out.item);
     free(session);
     if (server->is_full)
@@ -69,51 +69,38 @@ static bool is_busy(const tb__session *session) {
     return session->out.count - session->nsent > TB__SESSION_BUSY;
 }
 
-static void free_bytes(tb__bytes *bytes) {
-    free(bytes->item);
-    *bytes = (tb__bytes){0};
-}
-
 /* Serves the complete frames that have arrived, until too many replies wait to be sent. */
 static void serve_frames(tb__session *session) {
-    size_t done = 0;
-    while (!session->is_closing && !is_busy(session)) {
-        tb__store_message request;
-        size_t used, max = session->has_greeted ? TB__STORE_MAX_REQUEST : TB__STORE_MAX_HELLO;
-        tb_status status = tb__store_decode(session->in.item + done, session->in.count - done, max, &request, &used);
+    for (bool has_frame = true; has_frame && !session->is_closing && !is_busy(session);) {
+        tb__store_message request = {0};
+        tb__blob frame;
+        session->in.max_nbytes = session->has_proved ? TB__STORE_MAX_REQUEST : TB__STORE_MAX_HELLO;
+        tb_status status = tb__frame_next(&session->in, &frame, &has_frame);
+        if (status == TB_OK && has_frame)
+            status = tb__store_decode(frame, &request);
         if (status != TB_OK) {
             tb__session_refuse(session, request.id, request.op, status);
             session->is_closing = true;
-            break;
+        } else if (has_frame) {
+            tb__session_serve(session, &request);
         }
-        if (used == 0)
-            break;
-        tb__session_serve(session, &request);
-        done += used;
     }
-    if (done == 0)
-        return;
-    session->in.count -= done;
-    if (session->in.count == 0)
-        free_bytes(&session->in);
-    else
-        memmove(session->in.item, session->in.item + done, session->in.count);
+    if (tb__frame_is_between(&session->in))
+        tb__frame_reader_fini(&session->in); /* most clients are silent most of the time */
 }
 
 static void receive_requests(tb__session *session) {
     tb__store_server *server = session->server;
     tb__session_touch(session);
-    /* One read a round, for fairness. */
-    ssize_t n = recv(session->socket.fd, server->scratch, sizeof server->scratch, 0);
+    /* One read a round, for fairness; no more than a hello of a client that has proved nothing. */
+    ssize_t n = recv(session->socket.fd, server->scratch,
+                     session->has_proved ? sizeof server->scratch : (size_t)TB__STORE_MAX_HELLO, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
         return;
-    if (n <= 0 || !tb__vec_reserve(&session->in, (size_t)n)) {
+    if (n > 0 && tb__frame_add(&session->in, server->scratch, (size_t)n) == TB_OK)
+        serve_frames(session);
+    else
         session->is_closing = true;
-        return;
-    }
-    memcpy(session->in.item + session->in.count, server->scratch, (size_t)n);
-    session->in.count += (size_t)n;
-    serve_frames(session);
 }
 
 /* False if the connection is broken. */
@@ -128,7 +115,8 @@ static bool send_replies(tb__session *session) {
         session->nsent += (size_t)n;
     }
     session->nsent = 0;
-    free_bytes(&session->out);
+    free(session->out.item);
+    session->out = (tb__bytes){0};
     return true;
 }
 
@@ -144,15 +132,14 @@ static void forget_sent(tb__session *session) {
 static void flush_session(tb__session *session) {
     tb__store_server *server = session->server;
     bool is_whole = send_replies(session);
-    while (is_whole && !session->is_closing && !is_busy(session) && session->in.count > 0) {
-        size_t before = session->in.count;
+    size_t taken = SIZE_MAX;
+    while (is_whole && !session->is_closing && !is_busy(session) && session->in.taken != taken) {
+        taken = session->in.taken;
         serve_frames(session);
         is_whole = send_replies(session);
-        if (session->in.count == before)
-            break;
     }
     forget_sent(session);
-    size_t nbuffers = session->in.capacity + session->out.capacity;
+    size_t nbuffers = session->in.bytes.capacity + session->out.capacity;
     server->nbuffers += nbuffers - session->nbuffers;
     session->nbuffers = nbuffers;
     if (!is_whole || session->is_closing || (nbuffers > 0 && server->nbuffers > MAX_BUFFERS)) {
@@ -202,7 +189,6 @@ static void add_store_session(tb__store_server *server, int fd, tb_status status
     if (status == TB_OK)
         status = check_peer(server, fd);
     session->server = server;
-    session->id = ++server->last_session;
     session->hello_deadline_ms = tb__now_ms() + server->limits.hello_timeout_ms;
     session->events = EPOLLIN;
     tb__owned_fd_init(&session->socket, fd);
@@ -263,7 +249,7 @@ static void refuse_silent(tb__store_server *server) {
             break;
         if (session->is_closing)
             continue;
-        tb__set_detail("no hello within %d ms", server->limits.hello_timeout_ms);
+        tb__set_detail("no %s within %d ms", session->has_hello ? "proof" : "hello", server->limits.hello_timeout_ms);
         tb__session_refuse(session, 0, TB__STORE_HELLO, TB_TIMEOUT);
         session->is_closing = true;
     }
@@ -303,7 +289,8 @@ static void *server_thread(void *arg) {
 }
 
 static tb_status start_server(tb__store_server *server, const tb__address *address) {
-    TB_TRY(tb__listener_open(address, &server->listener));
+    TB_TRY(tb__random_bytes(server->id, sizeof server->id));
+    TB_TRY(tb__listener_open(address, server->limits.is_local, &server->listener));
     int epoll = epoll_create1(EPOLL_CLOEXEC);
     if (epoll < 0)
         return tb__fail(TB_IO, "%s: epoll: %s", address->url, tb__errno_text(errno));
@@ -345,9 +332,7 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
     tb__address address;
     TB_TRY(tb__store_url_split(url, &parts));
     TB_TRY(tb__address_parse(parts.base, &address));
-    size_t token_length = token ? strlen(token) : 0;
-    if (token_length > TB__STORE_MAX_TOKEN)
-        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", token_length, TB__STORE_MAX_TOKEN);
+    TB_TRY(tb__token_check(token));
     tb__store_server *server = tb__calloc(1, sizeof *server);
     if (!server)
         return TB_NO_MEMORY;
@@ -358,9 +343,8 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
         server->limits.max_sessions = 16384;
     if (!server->limits.max_table_nbytes)
         server->limits.max_table_nbytes = (size_t)256 << 20;
-    if (token)
-        memcpy(server->token, token, token_length);
-    server->token_nbytes = token_length;
+    server->limits.is_local = !limits->is_insecure && !(token && *token);
+    tb__proof_key_derive(token, TB__STORE_PURPOSE, &server->key);
     server->table.max_nbytes = server->limits.max_table_nbytes;
     server->table.changed = tb__wake_waiters;
     server->table.context = server;
@@ -388,10 +372,19 @@ static tb_status explain_conflict(const char *url, const char *token) {
     return tb__fail_within(TB_CONFLICT, "the port is taken, and not by a tensorbus store that answers");
 }
 
-tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out) {
-    tb_status status = tb__store_server_start_limited(url, token, &(tb__store_limits){0}, out);
+static tb_status start_or_explain(const char *url, const char *token, const tb__store_limits *limits,
+                                  tb__store_server **out) {
+    tb_status status = tb__store_server_start_limited(url, token, limits, out);
     bool is_taken_port = status == TB_CONFLICT && strncmp(url, "tcp://", 6) == 0;
     return is_taken_port ? explain_conflict(url, token) : status;
+}
+
+tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out) {
+    return start_or_explain(url, token, &(tb__store_limits){0}, out);
+}
+
+tb_status tb__store_server_start_insecure(const char *url, tb__store_server **out) {
+    return start_or_explain(url, NULL, &(tb__store_limits){.is_insecure = true}, out);
 }
 
 void tb__store_server_stop(tb__store_server *server) {

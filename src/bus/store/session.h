@@ -2,24 +2,23 @@
 #ifndef TB_BUS_STORE_SESSION_H
 #define TB_BUS_STORE_SESSION_H
 
+#include "bus/protocol/protocol.h"
 #include "bus/store/address.h"
 #include "bus/store/server.h"
 #include "bus/store/table.h"
 
 enum {
-    TB__SESSION_BUSY = 1 << 20,   /* bytes to send with which no more requests are read from it */
-    TB__SESSION_STUCK = 64 << 20, /* bytes to send with which it is dropped; only waits that are answered lead here */
+    TB__SESSION_BUSY = 1 << 20, /* bytes to send with which no more requests are read from it */
     TB__SESSION_MAX_WAITERS = 1024,
 };
 
-/* A wait or wait_change that is not answered yet. */
+/* A wait_change that is not answered yet. */
 typedef struct tb__waiter {
     LIST_ENTRY(tb__waiter) in_server, in_session;
     struct tb__session *session;
     uint64_t id;
-    tb__store_op op;
     size_t nbytes;
-    uint8_t key[];
+    uint8_t prefix[];
 } tb__waiter;
 
 typedef LIST_HEAD(tb__waiter_list, tb__waiter) tb__waiter_list;
@@ -30,14 +29,17 @@ typedef struct tb__session {
     TAILQ_ENTRY(tb__session) pending_hello, dirty;
     struct tb__store_server *server;
     tb__owned_fd socket;
-    uint64_t id;
-    bool has_greeted;
-    bool is_closing; /* it is closed after one attempt to send its replies */
-    bool is_dirty;   /* flush_sessions has to look at it before the loop sleeps again */
+    tb__proof_end mine, peer; /* of the hello */
+    bool has_hello;           /* its hello was answered, */
+    bool has_proved;          /* and its proof accepted */
+    tb__key_owner owner;      /* the process; zeros: it may not write */
+    bool is_closing;          /* it is closed after one attempt to send its replies */
+    bool is_dirty;            /* flush_sessions has to look at it before the loop sleeps again */
     bool has_ephemerals;
     int64_t hello_deadline_ms;
     uint32_t events; /* what epoll watches */
-    tb__bytes in, out;
+    tb__frame_reader in;
+    tb__bytes out;
     size_t nsent;    /* of out */
     size_t nbuffers; /* bytes of `in` and `out` that are in the server's nbuffers */
     size_t nwaiters;
@@ -51,13 +53,12 @@ struct tb__store_server {
     tb__owned_fd epoll, wake;
     pthread_t thread;
     tb__store_limits limits;
-    size_t token_nbytes;
-    uint8_t token[TB__STORE_MAX_TOKEN]; /* zeros after its end */
+    tb__proof_key key;
+    uint8_t id[TB__PROOF_ID]; /* random */
     tb__store_table table;
     LIST_HEAD(tb__session_list, tb__session) sessions;
     size_t nsessions;
-    uint64_t last_session;
-    tb__session_queue pending_hello; /* sessions that have not said hello; the oldest first */
+    tb__session_queue pending_hello; /* sessions that have not proved anything; the oldest first */
     tb__session_queue dirty;
     tb__waiter_list waiters;
     size_t nbuffers;
@@ -79,6 +80,6 @@ void tb__session_touch(tb__session *session); /* has flush_sessions look at it *
 void tb__session_drop_waiters(tb__session *session);
 
 /* tb__store_table.changed: answers waits for the key. The context is the server. */
-void tb__wake_waiters(void *server, const tb__record *record, bool is_removed);
+void tb__wake_waiters(void *server, const tb__record *record);
 
 #endif

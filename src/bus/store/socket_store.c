@@ -1,387 +1,186 @@
-/* The client of the embedded server. A caller queues a request and sleeps until the reply or its deadline; one thread
- * reads replies, and sends what the socket did not take at once.
+/* The client of the embedded server, on a link (bus/client/link.h).
  *
  * After a network outage TCP retransmits at growing intervals: an old connection may stay silent for many seconds while
  * a new one works at once. So a caller whose reply takes long opens a new connection. If that is answered, and the old
  * one still is not, the old one is lost. A server that is stopped or unreachable answers neither. */
+#include "base/traffic.h"
+#include "bus/client/link.h"
 #include "bus/store/address.h"
-#include "bus/store/protocol.h"
 
-#include "base/descriptors.h"
-#include "base/mem.h"
-
-#include <errno.h>
-#include <poll.h>
-#include <stdatomic.h>
-#include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 /* LINGER_MS: the server removes a dead process's keys when the kernel has closed its connection, and the server is
  * scheduled. */
-enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16, LINGER_MS = 500 };
+enum { LINGER_MS = 500 };
 
 /* How long the connection may be silent before a new one is tried, the time in which that has to be answered, and the
  * time that the old one has then. */
 enum { SILENCE_MS = 1500, TRIAL_MS = 1000, GRACE_MS = 300 };
 
-/* One caller's request that is under way. */
+/* A request that is under way. */
 typedef struct call {
     LIST_ENTRY(call) link;
-    uint64_t id;
-    pthread_cond_t answered;
-    bool is_answered;
-    uint8_t *frame; /* the reply; NULL if there was no memory for it */
-    size_t nbytes;
+    struct socket_client *client;
+    uint64_t id, ninterrupts;
+    bool is_prompt;   /* it does not wait for others */
+    int64_t begun_ms; /* of a trial */
+    tb__link_reply *reply;
 } call;
 
 typedef struct socket_client {
     tb__address address;
-    char *token; /* NULL: this is a connection to try whether the server answers */
-    _Atomic int timeout_ms;
-    tb__owned_fd socket, wake;
-    pthread_t thread;
-    _Atomic uint64_t last_id;
-
-    pthread_mutex_t lock; /* for all that follows */
+    tb__proof_key key;
+    tb__store_secret secret; /* zeros: this is a connection to try whether the server answers */
+    bool is_trial;
+    tb__link *link; /* its lock is for all that follows */
     LIST_HEAD(call_list, call) calls;
-    tb__bytes out;
-    size_t nsent; /* of out */
-    bool is_closing;
-    bool is_lost;
+    uint64_t last_id;
     bool has_answered; /* the peer has answered like a store */
-    bool is_foreign;   /* the peer has answered like another program */
-    char why[256];
-    bool is_trying;   /* a caller tries a new connection */
-    int64_t heard_ms; /* when bytes last arrived */
-
-    tb__bytes in; /* the thread's own */
+    uint64_t ninterrupts;
+    bool is_trying; /* a caller tries a new connection */
 } socket_client;
 
-/* With the lock held. */
-static void mark_lost(socket_client *c, const char *why) {
-    if (c->is_lost)
-        return;
-    c->is_lost = true;
-    snprintf(c->why, sizeof c->why, "%s", why);
-    shutdown(c->socket.fd, SHUT_RDWR);
-    for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link))
-        pthread_cond_signal(&waiting->answered);
-}
-
-/* With the lock held. Sends what the socket takes without blocking. */
-static void send_queued(socket_client *c) {
-    while (c->nsent < c->out.count && !c->is_lost) {
-        ssize_t n = send(c->socket.fd, c->out.item + c->nsent, c->out.count - c->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n >= 0)
-            c->nsent += (size_t)n;
-        else if (errno == EAGAIN)
-            return;
-        else if (errno == EPIPE || errno == ECONNRESET)
-            return; /* the thread still reads what the server sent before */
-        else if (errno != EINTR)
-            mark_lost(c, strerror(errno));
-    }
-    free(c->out.item);
-    c->out = (tb__bytes){0};
-    c->nsent = 0;
-}
-
-/* With the lock held. */
-static tb_status queue_request(socket_client *c, const tb__store_message *request) {
-    if (c->out.count - c->nsent > MAX_UNSENT)
-        return tb__fail(TB_TIMEOUT, "%s: silent, %zu bytes wait to be sent", c->address.url, c->out.count - c->nsent);
-    TB_TRY(tb__store_encode(request, &c->out));
-    send_queued(c);
-    if (c->out.count > 0)
-        eventfd_write(c->wake.fd, 1);
+/* A reply that nobody waits for any more is dropped. */
+static tb_status read_store_frame(tb__link *l, tb__blob frame, tb__link_reply *out, bool *is_reply) {
+    socket_client *c = l->arg;
+    tb__store_message *reply = &out->store;
+    TB_TRY(tb__store_decode(frame, reply));
+    if (!reply->is_reply) /* an echo server does this */
+        return tb__fail(TB_INVALID, "the server sent a request instead of a reply");
+    c->has_answered = true;
+    tb__count_message(&tb__traffic_total.store);
+    if (reply->id == 0) /* it is about the connection */
+        return tb__fail(TB_LOST, "the server says: %.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
+    out->seq = reply->id;
+    for (const call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link))
+        *is_reply |= waiting->id == reply->id;
     return TB_OK;
 }
 
-/* Gives a reply to its caller, if that still waits. With the lock held. */
-static void deliver_reply(socket_client *c, const tb__store_message *reply, const uint8_t *frame, size_t nbytes) {
-    if (reply->id == 0) { /* it is about the connection */
-        char why[sizeof c->why];
-        snprintf(why, sizeof why, "the server says: %.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
-        mark_lost(c, why);
-        return;
+static bool has_ended(void *arg) {
+    call *c = arg;
+    c->reply = tb__link_take_reply(c->client->link, c->id);
+    return c->reply || (!c->is_prompt && c->ninterrupts != c->client->ninterrupts);
+}
+
+static bool has_heard(void *arg) {
+    const call *c = arg;
+    return has_ended(arg) || c->client->link->heard_ms >= c->begun_ms;
+}
+
+static tb_status open_client(const tb__address *address, const tb__proof_key *key, const tb__store_secret *secret,
+                             int64_t deadline_ms, socket_client **out);
+static void socket_close(void *context);
+
+/* Whether bytes have arrived that the thread has not read yet, because the machine is busy. */
+static bool has_unread(const tb__link *link) {
+    char byte;
+    return recv(link->socket.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
+}
+
+/* The old connection is reset (SO_LINGER 0), so that none of its unsent requests reaches the server after those of the
+ * next connection. */
+static void probe_new_connection(call *c, int64_t deadline_ms) {
+    socket_client *client = c->client, *other;
+    c->begun_ms = tb__now_ms();
+    int64_t trial_ms = c->begun_ms + TRIAL_MS;
+    client->is_trying = true;
+    tb__link_unlock(client->link);
+    tb_status status =
+        open_client(&client->address, &client->key, NULL, trial_ms < deadline_ms ? trial_ms : deadline_ms, &other);
+    if (status == TB_OK)
+        socket_close(other);
+    tb__link_lock(client->link);
+    if (status == TB_OK &&
+        tb__link_wait(client->link, has_heard, c, tb__now_ms() + GRACE_MS, "answered") == TB_TIMEOUT &&
+        !has_unread(client->link)) {
+        struct linger at_once = {.l_onoff = 1, .l_linger = 0};
+        setsockopt(client->link->socket.fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+        tb__link_break(client->link, "it was silent, and a new one was answered");
+        tb__link_wake(client->link);
     }
-    for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link)) {
-        if (waiting->id != reply->id || waiting->is_answered)
-            continue;
-        waiting->frame = tb__memdup(frame, nbytes, 1);
-        waiting->nbytes = nbytes;
-        waiting->is_answered = true;
-        pthread_cond_signal(&waiting->answered);
-        return;
+    client->is_trying = false;
+}
+
+/* Until there is a reply, the connection is lost, or the time is up. */
+static tb_status await_reply(call *c, int64_t deadline_ms) {
+    tb__link *l = c->client->link;
+    for (int64_t since_ms = tb__now_ms();;) {
+        int64_t silent_ms = (since_ms > l->heard_ms ? since_ms : l->heard_ms) + SILENCE_MS;
+        bool may_probe = c->is_prompt && !c->client->is_trial && silent_ms < deadline_ms;
+        tb_status status = tb__link_wait(l, has_ended, c, may_probe ? silent_ms : deadline_ms, "answered");
+        if (status != TB_TIMEOUT || !may_probe)
+            return status;
+        since_ms = tb__now_ms();
+        if (!c->client->is_trying && l->heard_ms + SILENCE_MS <= since_ms && !has_unread(l))
+            probe_new_connection(c, deadline_ms);
+        if (c->reply)
+            return TB_OK;
     }
 }
 
 /* With the lock held. */
-static void deliver_replies(socket_client *c) {
-    size_t done = 0;
-    while (!c->is_lost) {
-        tb__store_message reply;
-        size_t used;
-        tb_status status = tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used);
-        if (status == TB_OK && used > 0 && !reply.is_reply) /* an echo server does this */
-            status = tb__fail(TB_INVALID, "the server sent a request instead of a reply");
-        if (status != TB_OK) {
-            c->is_foreign = !c->has_answered;
-            mark_lost(c, tb_error_detail());
-            break;
-        }
-        if (used == 0)
-            break;
-        c->has_answered = true;
-        deliver_reply(c, &reply, c->in.item + done, used);
-        done += used;
-    }
-    if (done == 0)
-        return;
-    c->in.count -= done;
-    if (c->in.count > 0) {
-        memmove(c->in.item, c->in.item + done, c->in.count);
-        return;
-    }
-    free(c->in.item);
-    c->in = (tb__bytes){0};
-}
-
-static void receive_replies(socket_client *c) {
-    uint8_t bytes[READ_SIZE];
-    ssize_t n = recv(c->socket.fd, bytes, sizeof bytes, MSG_DONTWAIT);
-    int error = errno;
-    pthread_mutex_lock(&c->lock);
-    c->heard_ms = tb__now_ms();
-    if (n > 0 && tb__vec_reserve(&c->in, (size_t)n)) {
-        memcpy(c->in.item + c->in.count, bytes, (size_t)n);
-        c->in.count += (size_t)n;
-        deliver_replies(c);
-    } else if (n > 0) {
-        mark_lost(c, "out of memory");
-    } else if (n == 0) {
-        mark_lost(c, "the server closed the connection");
-    } else if (error != EAGAIN && error != EINTR) {
-        mark_lost(c, strerror(error));
-    }
-    pthread_mutex_unlock(&c->lock);
-}
-
-static void *io_thread(void *arg) {
-    socket_client *c = arg;
-    for (;;) {
-        pthread_mutex_lock(&c->lock);
-        bool is_over = c->is_closing || c->is_lost, has_output = c->out.count > 0;
-        pthread_mutex_unlock(&c->lock);
-        if (is_over)
-            return NULL;
-        struct pollfd fds[] = {{.fd = c->socket.fd, .events = (short)(POLLIN | (has_output ? POLLOUT : 0))},
-                               {.fd = c->wake.fd, .events = POLLIN}};
-        poll(fds, 2, -1);
-        eventfd_t ignored;
-        if (fds[1].revents)
-            eventfd_read(c->wake.fd, &ignored);
-        if (fds[0].revents & POLLOUT) {
-            pthread_mutex_lock(&c->lock);
-            send_queued(c);
-            pthread_mutex_unlock(&c->lock);
-        }
-        if (fds[0].revents & (POLLIN | POLLHUP | POLLERR))
-            receive_replies(c);
-    }
-}
-
-static tb_status open_client(const tb__address *address, const char *token, bool is_trial, int64_t deadline_ms,
-                             int timeout_ms, socket_client **out);
-static void socket_close(void *context);
-
-/* With the lock held, but for the attempt. The old connection is reset (SO_LINGER 0), so that none of its unsent
- * requests reaches the server after those of the next connection. */
-static void probe_new_connection(socket_client *c, call *mine, int64_t deadline_ms) {
-    socket_client *other;
-    int64_t begun_ms = tb__now_ms(), trial_ms = begun_ms + TRIAL_MS;
-    c->is_trying = true;
-    pthread_mutex_unlock(&c->lock);
-    tb_status status =
-        open_client(&c->address, c->token, true, trial_ms < deadline_ms ? trial_ms : deadline_ms, TRIAL_MS, &other);
+static tb_status send_request(socket_client *client, const tb__store_message *request, int64_t deadline_ms) {
+    tb__bytes frame = {0};
+    tb_status status = tb__store_encode(request, &frame);
+    tb__count_message(&tb__traffic_total.store);
     if (status == TB_OK)
-        socket_close(other);
-    pthread_mutex_lock(&c->lock);
-    struct timespec until = tb__time_of_ms(tb__now_ms() + GRACE_MS);
-    while (status == TB_OK && !mine->is_answered && !c->is_lost && c->heard_ms < begun_ms &&
-           pthread_cond_timedwait(&mine->answered, &c->lock, &until) != ETIMEDOUT)
-        ;
-    if (status == TB_OK && !mine->is_answered && !c->is_lost && c->heard_ms < begun_ms) {
-        struct linger at_once = {.l_onoff = 1, .l_linger = 0};
-        setsockopt(c->socket.fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-        mark_lost(c, "it was silent, and a new one was answered");
-    }
-    c->is_trying = false;
-}
-
-/* With the lock held. Until there is a reply, the connection is lost, or the time is up. */
-static void await_reply(socket_client *c, call *mine, bool is_prompt, int64_t deadline_ms) {
-    int64_t since_ms = tb__now_ms();
-    while (!mine->is_answered && !c->is_lost && tb__now_ms() < deadline_ms) {
-        int64_t silent_ms = (since_ms > c->heard_ms ? since_ms : c->heard_ms) + SILENCE_MS, until_ms = deadline_ms;
-        if (is_prompt && c->token && silent_ms < deadline_ms)
-            until_ms = silent_ms;
-        struct timespec until = tb__time_of_ms(until_ms);
-        if (pthread_cond_timedwait(&mine->answered, &c->lock, &until) != ETIMEDOUT || until_ms == deadline_ms ||
-            c->heard_ms + SILENCE_MS > until_ms)
-            continue;
-        since_ms = tb__now_ms();
-        if (!c->is_trying)
-            probe_new_connection(c, mine, deadline_ms);
-    }
-}
-
-/* Queues the request and sleeps. On success the reply is in `frame`, which the caller frees, and `reply` points into
- * it. */
-static tb_status request_reply(socket_client *c, tb__store_message *request, int timeout_ms, tb__store_message *reply,
-                               uint8_t **frame) {
-    if (c->socket.fd < 0)
-        return tb__fail(TB_LOST, "%s: the connection belongs to the process that opened it", c->address.url);
-    int64_t deadline_ms = tb__now_ms() + timeout_ms + 1;
-    bool is_prompt = request->op != TB__STORE_WAIT && request->op != TB__STORE_WAIT_CHANGE;
-    call mine = {.id = atomic_fetch_add(&c->last_id, 1) + 1};
-    request->id = mine.id;
-    tb__monotonic_cond_init(&mine.answered);
-    pthread_mutex_lock(&c->lock);
-    LIST_INSERT_HEAD(&c->calls, &mine, link);
-    tb_status status = c->is_lost ? TB_OK : queue_request(c, request);
-    if (status == TB_OK)
-        await_reply(c, &mine, is_prompt, deadline_ms);
-    LIST_REMOVE(&mine, link);
-    bool is_answered = mine.is_answered;
-    if (status == TB_OK && !is_answered && c->is_lost) {
-        status = tb__fail(TB_LOST, "%s: the connection was lost: %s", c->address.url, c->why);
-    } else if (status == TB_OK && !is_answered) {
-        if (!is_prompt)
-            (void)queue_request(c, &(tb__store_message){.id = mine.id, .op = TB__STORE_CANCEL});
-        status = tb__fail(TB_TIMEOUT, "%s: nothing within %d ms", c->address.url, timeout_ms);
-    }
-    pthread_mutex_unlock(&c->lock);
-    pthread_cond_destroy(&mine.answered);
-    if (status != TB_OK)
-        return status;
-    if (!mine.frame)
-        return tb__fail(TB_NO_MEMORY, "no memory for a reply of %zu bytes", mine.nbytes);
-    size_t used;
-    status = tb__store_decode(mine.frame, mine.nbytes, TB__STORE_MAX_REPLY, reply, &used);
-    if (status == TB_OK && reply->op != request->op && reply->status == TB_OK)
-        status = tb__fail(TB_INTERNAL, "%s: a %s was answered as a %s", c->address.url, tb__store_op_name(request->op),
-                          tb__store_op_name(reply->op));
-    else if (status == TB_OK && reply->status != TB_OK)
-        status = reply->status == TB_CONFLICT
-                     ? TB_CONFLICT
-                     : tb__fail(reply->status, "%.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
-    if (status == TB_OK || status == TB_CONFLICT)
-        *frame = mine.frame;
-    else
-        free(mine.frame);
+        status = tb__link_send(client->link, &frame, NULL, 0, deadline_ms, NULL);
+    free(frame.item);
     return status;
 }
 
-static tb__span text_span(const char *text) {
-    return (tb__span){.data = (const uint8_t *)text, .nbytes = strlen(text)};
-}
-
-/* For requests whose reply has a revision at most. */
-static tb_status request_revision(socket_client *c, tb__store_message request, int timeout_ms, uint64_t *revision) {
-    tb__store_message reply;
-    uint8_t *frame;
-    TB_TRY(request_reply(c, &request, timeout_ms, &reply, &frame));
-    *revision = reply.revision;
-    free(frame);
-    return TB_OK;
+/* Sends the request and sleeps. The reply is for tb__link_reply_free, also with TB_CONFLICT. */
+static tb_status request_reply(socket_client *client, tb__store_message request, int timeout_ms, tb__link_reply **out) {
+    tb__link *l = client->link;
+    if (l->socket.fd < 0)
+        return tb__fail(TB_LOST, "%s: the connection belongs to the process that opened it", client->address.url);
+    int64_t deadline_ms = tb__now_ms() + timeout_ms + 1;
+    tb__link_lock(l);
+    request.id = ++client->last_id;
+    call c = {.client = client,
+              .id = request.id,
+              .is_prompt = request.op != TB__STORE_WAIT_CHANGE,
+              .ninterrupts = client->ninterrupts};
+    LIST_INSERT_HEAD(&client->calls, &c, link);
+    tb_status status = send_request(client, &request, deadline_ms);
+    bool is_sent = status == TB_OK;
+    if (is_sent)
+        status = await_reply(&c, deadline_ms);
+    LIST_REMOVE(&c, link); /* so that nobody keeps an answer that comes while it is cancelled */
+    if (is_sent && !c.reply && !c.is_prompt && status != TB_LOST)
+        (void)send_request(client, &(tb__store_message){.id = c.id, .op = TB__STORE_CANCEL}, tb__now_ms());
+    tb__link_unlock(l);
+    if (!c.reply)
+        return status == TB_OK || status == TB_TIMEOUT
+                   ? tb__fail(TB_TIMEOUT, "%s: nothing within %d ms", client->address.url, timeout_ms)
+                   : status;
+    const tb__store_message *reply = &c.reply->store;
+    status = reply->status;
+    if (status == TB_OK && reply->op != request.op)
+        status = tb__fail(TB_INTERNAL, "%s: a %s was answered as a %s", client->address.url,
+                          tb__store_op_name(request.op), tb__store_op_name(reply->op));
+    else if (status != TB_OK && status != TB_CONFLICT)
+        status = tb__fail(status, "%.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
+    if (status == TB_OK || status == TB_CONFLICT)
+        *out = c.reply;
+    else
+        tb__link_reply_free(c.reply);
+    return status;
 }
 
 static tb_status copy_value(const tb__store_message *reply, tb__store_value *out) {
-    tb__store_value value = {.nbytes = reply->value.nbytes, .revision = reply->revision};
-    if (value.revision > 0) {
-        char *data = tb__malloc(value.nbytes + 1, 1);
-        if (!data)
-            return TB_NO_MEMORY;
-        if (value.nbytes > 0)
-            memcpy(data, reply->value.data, value.nbytes);
-        data[value.nbytes] = '\0';
-        value.data = data;
-    }
-    *out = value;
+    if (reply->revision == 0)
+        return TB_OK;
+    char *data = tb__malloc(reply->value.nbytes + 1, 1);
+    if (!data)
+        return TB_NO_MEMORY;
+    if (reply->value.nbytes > 0)
+        memcpy(data, reply->value.data, reply->value.nbytes);
+    data[reply->value.nbytes] = '\0';
+    *out = (tb__store_value){.data = data, .nbytes = reply->value.nbytes, .revision = reply->revision};
     return TB_OK;
-}
-
-static tb_status read_value(socket_client *c, tb__store_op op, const char *key, int timeout_ms, tb__store_value *out) {
-    tb__store_message request = {.op = op, .key = text_span(key)}, reply;
-    uint8_t *frame;
-    TB_TRY(request_reply(c, &request, timeout_ms, &reply, &frame));
-    tb_status status = copy_value(&reply, out);
-    free(frame);
-    return status;
-}
-
-static tb_status socket_set(void *context, const char *key, const void *data, size_t nbytes,
-                            tb__store_lifetime lifetime, uint64_t *revision) {
-    socket_client *c = context;
-    return request_revision(c,
-                            (tb__store_message){.op = TB__STORE_SET,
-                                                .key = text_span(key),
-                                                .value = {.data = data, .nbytes = nbytes},
-                                                .lifetime = lifetime},
-                            c->timeout_ms, revision);
-}
-
-static tb_status socket_get(void *context, const char *key, tb__store_value *out) {
-    socket_client *c = context;
-    return read_value(c, TB__STORE_GET, key, c->timeout_ms, out);
-}
-
-static tb_status socket_wait(void *context, const char *key, int timeout_ms, tb__store_value *out) {
-    return read_value(context, TB__STORE_WAIT, key, timeout_ms, out);
-}
-
-static tb_status socket_compare_and_set(void *context, const char *key, uint64_t expected, const void *data,
-                                        size_t nbytes, tb__store_lifetime lifetime, uint64_t *revision,
-                                        tb__store_value *present) {
-    socket_client *c = context;
-    tb__store_message request = {.op = TB__STORE_COMPARE_AND_SET,
-                                 .key = text_span(key),
-                                 .revision = expected,
-                                 .value = {.data = data, .nbytes = nbytes},
-                                 .lifetime = lifetime};
-    tb__store_message reply = {0};
-    uint8_t *frame = NULL;
-    tb_status status = request_reply(c, &request, c->timeout_ms, &reply, &frame);
-    if (status == TB_OK) {
-        *revision = reply.revision;
-    } else if (status == TB_CONFLICT) {
-        status = copy_value(&reply, present);
-        if (status == TB_OK)
-            status = reply.revision ? tb__fail(TB_CONFLICT, "its revision is %llu, not %llu",
-                                               (unsigned long long)reply.revision, (unsigned long long)expected)
-                                    : tb__fail(TB_CONFLICT, "there is no such key, so its revision is not %llu",
-                                               (unsigned long long)expected);
-    }
-    free(frame);
-    return status;
-}
-
-static tb_status socket_delete(void *context, const char *key) {
-    socket_client *c = context;
-    uint64_t revision;
-    return request_revision(c, (tb__store_message){.op = TB__STORE_DELETE, .key = text_span(key)}, c->timeout_ms,
-                            &revision);
-}
-
-static tb_status socket_delete_prefix(void *context, const char *prefix) {
-    socket_client *c = context;
-    uint64_t revision;
-    return request_revision(c, (tb__store_message){.op = TB__STORE_DELETE_PREFIX, .key = text_span(prefix)},
-                            c->timeout_ms, &revision);
 }
 
 /* The array of entries, then their keys and values, each with a NUL after it. */
@@ -392,7 +191,7 @@ static tb_status copy_entries(const tb__store_message *reply, tb__store_entries 
         return TB_NO_MEMORY;
     *out = (tb__store_entries){.count = count, .item = (void *)memory, .revision = reply->revision};
     char *at = memory + count * sizeof *out->item;
-    tb__span rest = reply->entries, key, value;
+    tb__blob rest = reply->entries, key, value;
     uint64_t revision;
     for (size_t i = 0; i < count && tb__store_next_entry(&rest, &key, &revision, &value); i++) {
         memcpy(at, key.data, key.nbytes);
@@ -408,143 +207,146 @@ static tb_status copy_entries(const tb__store_message *reply, tb__store_entries 
     return TB_OK;
 }
 
-static tb_status socket_list(void *context, const char *prefix, tb__store_entries *out) {
-    socket_client *c = context;
-    tb__store_message request = {.op = TB__STORE_LIST, .key = text_span(prefix)}, reply;
-    uint8_t *frame;
-    TB_TRY(request_reply(c, &request, c->timeout_ms, &reply, &frame));
-    tb_status status = copy_entries(&reply, out);
-    free(frame);
-    return status;
+static tb_status socket_call(void *context, const tb__store_message *request, int timeout_ms, tb__store_result *out) {
+    tb__link_reply *reply = NULL;
+    tb_status copied = TB_OK, status = request_reply(context, *request, timeout_ms, &reply);
+    if (!reply)
+        return status;
+    out->revision = reply->store.revision;
+    out->number = reply->store.number;
+    if (request->op == TB__STORE_LIST)
+        copied = copy_entries(&reply->store, &out->entries);
+    else if (request->op == TB__STORE_GET || request->op == TB__STORE_WAIT_CHANGE || status == TB_CONFLICT)
+        copied = copy_value(&reply->store, &out->value);
+    tb__link_reply_free(reply);
+    return copied == TB_OK ? status : copied;
 }
 
-static tb_status socket_wait_change(void *context, const char *prefix, uint64_t since, int timeout_ms,
-                                    uint64_t *revision) {
-    return request_revision(
-        context, (tb__store_message){.op = TB__STORE_WAIT_CHANGE, .key = text_span(prefix), .revision = since},
-        timeout_ms, revision);
-}
-
-static void socket_set_timeout(void *context, int timeout_ms) {
+static void socket_interrupt(void *context) {
     socket_client *c = context;
-    c->timeout_ms = timeout_ms;
+    tb__link_lock(c->link);
+    c->ninterrupts++;
+    tb__link_wake(c->link);
+    tb__link_unlock(c->link);
 }
 
 static void socket_hang_up(void *context) {
-    socket_client *c = context;
-    if (c->socket.fd < 0)
+    tb__link *l = ((socket_client *)context)->link;
+    if (l->socket.fd < 0)
         return;
-    pthread_mutex_lock(&c->lock);
-    mark_lost(c, "this side has hung up");
-    pthread_mutex_unlock(&c->lock);
-}
-
-static void free_socket_client(socket_client *c) {
-    tb__owned_fd_close(&c->socket);
-    tb__owned_fd_close(&c->wake);
-    pthread_mutex_destroy(&c->lock);
-    free(c->token);
-    free(c->in.item);
-    free(c->out.item);
-    free(c);
+    tb__link_lock(l);
+    tb__link_break(l, "this side has hung up");
+    tb__link_wake(l);
+    tb__link_unlock(l);
 }
 
 static void socket_close(void *context) {
     socket_client *c = context;
-    /* A forked child has neither the thread nor the descriptors, and the memory may be in the middle of a change. */
-    if (c->socket.fd < 0)
+    /* A forked child does not have the descriptors, and the memory may be in the middle of a change. */
+    if (tb__is_inherited(&c->link->owner))
         return;
-    pthread_mutex_lock(&c->lock);
-    c->is_closing = true;
-    pthread_mutex_unlock(&c->lock);
-    eventfd_write(c->wake.fd, 1);
-    pthread_join(c->thread, NULL);
-    free_socket_client(c);
+    tb__link_close(c->link);
+    free(c);
 }
 
 static const tb__store_ops socket_ops = {
-    .set = socket_set,
-    .get = socket_get,
-    .wait = socket_wait,
-    .compare_and_set = socket_compare_and_set,
-    .delete_key = socket_delete,
-    .delete_prefix = socket_delete_prefix,
-    .list = socket_list,
-    .wait_change = socket_wait_change,
-    .set_timeout = socket_set_timeout,
+    .call = socket_call,
     .hang_up = socket_hang_up,
+    .interrupt = socket_interrupt,
     .close = socket_close,
     .linger_ms = LINGER_MS,
 };
 
-static tb_status start_client(socket_client *c, int64_t deadline_ms) {
-    int fd, error, wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (wake < 0)
-        return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
-    tb__owned_fd_init(&c->wake, wake);
-    TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &error));
-    tb__owned_fd_init(&c->socket, fd);
-    return tb__start_thread(&c->thread, "tb-store-io", io_thread, c);
-}
-
 /* Why the hello was not answered as by a store. The status stays TB_LOST: another program may listen there the next
  * time. */
-static tb_status fail_hello(socket_client *c) {
-    pthread_mutex_lock(&c->lock);
-    bool has_answered = c->has_answered, is_foreign = c->is_foreign;
-    pthread_mutex_unlock(&c->lock);
-    if (is_foreign)
-        return tb__fail(TB_LOST, "%s: a program that is not a tensorbus store listens there", c->address.url);
-    if (has_answered)
+static tb_status fail_hello(const socket_client *c) {
+    if (c->has_answered)
         return TB_LOST;
+    if (c->link->is_malformed)
+        return tb__fail(TB_LOST, "%s: a program that is not a tensorbus store listens there", c->address.url);
     return tb__fail(TB_LOST,
                     "%s: who listens there has closed the connection without an answer: it is no tensorbus store, or "
                     "just ending",
                     c->address.url);
 }
 
-static tb_status open_client(const tb__address *address, const char *token, bool is_trial, int64_t deadline_ms,
-                             int timeout_ms, socket_client **out) {
+/* Proves to the server that this process has the token, and lets it prove the same. */
+static tb_status prove_token(socket_client *c, int64_t deadline_ms) {
+    tb__proof_end mine;
+    uint8_t proof[TB__PROOF_NBYTES], digest[TB__SHA256_NBYTES];
+    tb__link_reply *reply;
+    tb__sha256 hash;
+    tb__sha256_init(&hash);
+    tb__sha256_add(&hash, c->secret.bytes, sizeof c->secret.bytes);
+    tb__sha256_end(&hash, digest);
+    memcpy(mine.id, digest, sizeof mine.id);
+    TB_TRY(tb__random_bytes(mine.nonce, sizeof mine.nonce));
+    tb__store_message hello = {.op = TB__STORE_HELLO, .version = TB__STORE_VERSION, .end = mine};
+    TB_TRY(request_reply(c, hello, tb__ms_until(deadline_ms), &reply));
+    const tb__store_message *m = &reply->store;
+    bool is_same = m->version == TB__STORE_VERSION && tb__proof_accepts(&c->key, "server", TB__STORE_VERSION, &m->end,
+                                                                        &mine, m->value.data, m->value.nbytes);
+    tb__proof_make(&c->key, "client", TB__STORE_VERSION, &mine, &m->end, proof);
+    tb__link_reply_free(reply);
+    if (!is_same)
+        return tb__fail(TB_DENIED, "the token is not the server's");
+    tb__store_message prove = {.op = TB__STORE_PROVE, .value = {proof, sizeof proof}, .secret = c->secret};
+    TB_TRY(request_reply(c, prove, tb__ms_until(deadline_ms), &reply));
+    tb__link_reply_free(reply);
+    return TB_OK;
+}
+
+static tb_status connect_client(socket_client *c, int64_t deadline_ms) {
+    int fd, error;
+    TB_TRY(tb__link_watch_wake(c->link));
+    TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &error));
+    tb__owned_fd_init(&c->link->socket, fd);
+    TB_TRY(tb__address_check_server(&c->address, fd));
+    tb_status status = prove_token(c, deadline_ms);
+    if (status == TB_TIMEOUT)
+        return tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", c->address.url);
+    if (status == TB_LOST)
+        return fail_hello(c);
+    return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", c->address.url) : status;
+}
+
+static tb_status open_client(const tb__address *address, const tb__proof_key *key, const tb__store_secret *secret,
+                             int64_t deadline_ms, socket_client **out) {
     socket_client *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
-    c->address = *address;
-    c->timeout_ms = timeout_ms;
-    c->socket.fd = c->wake.fd = -1;
-    pthread_mutex_init(&c->lock, NULL);
     LIST_INIT(&c->calls);
-    tb_status status = start_client(c, deadline_ms);
+    c->address = *address;
+    c->key = *key;
+    c->is_trial = !secret;
+    if (secret)
+        c->secret = *secret;
+    tb_status status = tb__link_create(address->url, ": the connection was lost", &c->link);
     if (status != TB_OK) {
-        free_socket_client(c);
+        free(c);
         return status;
     }
-    uint64_t unused;
-    status = request_revision(
-        c, (tb__store_message){.op = TB__STORE_HELLO, .version = TB__STORE_VERSION, .value = text_span(token)},
-        tb__ms_until(deadline_ms), &unused);
-    if (status == TB_TIMEOUT)
-        status = tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", address->url);
-    else if (status == TB_LOST)
-        status = fail_hello(c);
-    if (status == TB_OK && !is_trial && !(c->token = tb__strdup(token)))
-        status = TB_NO_MEMORY;
+    c->link->read = read_store_frame;
+    c->link->arg = c;
+    c->link->keeps_unsent = true;
+    c->link->in.max_nbytes = TB__STORE_MAX_REPLY;
+    status = connect_client(c, deadline_ms);
     if (status != TB_OK) {
         socket_close(c);
-        return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", address->url) : status;
+        return status;
     }
     *out = c;
     return TB_OK;
 }
 
-tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
-                                int timeout_ms, const tb__store_ops **ops, void **context) {
-    (void)name_space; /* it is in the keys */
+tb_status tb__socket_store_open(const tb__store_url *url, const char *token, const tb__store_secret *secret,
+                                int64_t deadline_ms, const tb__store_ops **ops, void **context) {
     tb__address address;
+    tb__proof_key key;
     socket_client *c;
-    TB_TRY(tb__address_parse(url, &address));
-    if (strlen(token) > TB__STORE_MAX_TOKEN)
-        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", strlen(token), TB__STORE_MAX_TOKEN);
-    TB_TRY(open_client(&address, token, false, deadline_ms, timeout_ms, &c));
+    TB_TRY(tb__address_parse(url->base, &address));
+    tb__proof_key_derive(token, TB__STORE_PURPOSE, &key);
+    TB_TRY(open_client(&address, &key, secret, deadline_ms, &c));
     *ops = &socket_ops;
     *context = c;
     return TB_OK;

@@ -10,7 +10,7 @@ static int race(const char *url, const char *arg) {
     tb__store_value value;
     uint64_t mine = 0;
     must(tb__store_open(url, TOKEN, PATIENCE_MS, &store));
-    must(tb__store_wait(store, "go", PATIENCE_MS, &value));
+    must(await_key(store, "go", PATIENCE_MS, &value));
     tb__store_value_fini(&value);
     tb_status status =
         tb__store_compare_and_set(store, "leader", 0, arg, strlen(arg), TB__STORE_PERMANENT, &mine, &value);
@@ -28,7 +28,7 @@ static int meet(const char *url, const char *arg) {
     tb__store *store;
     tb__store_server *server;
     char key[64];
-    must(tb__store_open_or_serve(url, TOKEN, PATIENCE_MS, &store, &server));
+    must(tb__store_open_or_serve(url, TOKEN, NULL, PATIENCE_MS, &store, &server));
     snprintf(key, sizeof key, "here/%s", arg);
     must(tb__store_set(store, key, "", 0, TB__STORE_EPHEMERAL, NULL));
     snprintf(key, sizeof key, "came/%s", arg);
@@ -61,7 +61,7 @@ static int strange(const char *url, const char *arg) {
     size_t used = 0, count = 0;
     for (ssize_t n; (n = recv(fd, bytes + count, sizeof bytes - count, 0)) > 0;)
         count += (size_t)n;
-    must(tb__store_decode(bytes, count, sizeof bytes, &reply, &used));
+    must(decode_frame(bytes, count, sizeof bytes, &reply, &used));
     return used > 0 && reply.status == TB_DENIED ? 0 : BROKEN;
 }
 
@@ -87,7 +87,7 @@ static void one_winner(void **state) {
             nwinners += end == WON;
         }
         assert_int_equal(nwinners, 1);
-        assert_ok(tb__store_delete_prefix(store, ""));
+        delete_all(store, "");
     }
     tb__store_close(store);
     tb__store_server_stop(server);
@@ -100,7 +100,7 @@ static void killed_client(void **state) {
     assert_ok(tb__store_server_start(p->url, TOKEN, &server));
     tb__store *store = open_store(p->url);
     pid_t pid = start_role("live", p->url, "ready");
-    assert_ok(tb__store_wait(store, "ready", PATIENCE_MS, &value));
+    assert_ok(await_key(store, "ready", PATIENCE_MS, &value));
     tb__store_value_fini(&value);
     wait_for_count(store, "member/", 2);
     kill_role(pid);
@@ -129,7 +129,7 @@ static void killed_server(void **state) {
     tb__store_server *server = NULL;
     assert_int_equal(access(p->path, F_OK), 0);
     assert_fails(tb__store_open(p->url, TOKEN, PATIENCE_MS, &store), TB_IO, "refused");
-    assert_ok(tb__store_open_or_serve(p->url, TOKEN, PATIENCE_MS, &store, &server));
+    assert_ok(tb__store_open_or_serve(p->url, TOKEN, NULL, PATIENCE_MS, &store, &server));
     assert_non_null(server);
     assert_alive(p->url);
     tb__store_close(store);
@@ -160,13 +160,13 @@ static void stopped_server(void **state) {
     tb__store *late, *store;
     tb__store_server *server;
     pid_t pid = start_server("serve", p->url, "");
-    assert_ok(tb__store_open_until(p->url, TOKEN, tb__now_ms() + PATIENCE_MS, 50, &late));
+    assert_ok(tb__store_open_until(p->url, TOKEN, NULL, tb__now_ms() + PATIENCE_MS, 50, &late));
     stop_role(pid);
     assert_fails(tb__store_set(late, "k", "", 0, TB__STORE_PERMANENT, NULL), TB_TIMEOUT, "set 'k'");
     tb__store_set_timeout(late, 20);
     assert_fails(tb__store_delete(late, "k"), TB_TIMEOUT, "nothing within 20 ms");
     assert_fails(tb__store_open(p->url, TOKEN, 50, &store), TB_TIMEOUT, "silent");
-    assert_fails(tb__store_open_or_serve(p->url, TOKEN, 50, &store, &server), TB_TIMEOUT, "silent");
+    assert_fails(tb__store_open_or_serve(p->url, TOKEN, NULL, 50, &store, &server), TB_TIMEOUT, "silent");
     tb__store_close(late);
     kill_role(pid);
     assert_ok(tb__store_server_start(p->url, TOKEN, &server));

@@ -2,6 +2,7 @@
 #ifndef TB_BUS_STORE_STORE_TEST_H
 #define TB_BUS_STORE_STORE_TEST_H
 
+#include "bus/protocol/protocol.h"
 #include "bus/store/address.h"
 #include "bus/store/protocol.h"
 #include "bus/store/server.h"
@@ -30,7 +31,7 @@
 /* Long enough for any machine; only a hang takes it. */
 enum { PATIENCE_MS = 60000 };
 
-#define TOKEN "open sesame"
+#define TOKEN "open sesame, open sesame, open sesame"
 
 /* A folder of its own with the URL of a socket in it. */
 typedef struct place {
@@ -121,6 +122,21 @@ static inline void wait_for_count(tb__store *store, const char *prefix, size_t w
     assert_ok(await_count(store, prefix, wanted));
 }
 
+/* Sleeps until the key exists. */
+static inline tb_status await_key(tb__store *store, const char *key, int timeout_ms, tb__store_value *out) {
+    int64_t deadline_ms = tb__now_ms() + timeout_ms;
+    for (;;) {
+        tb__store_entries entries;
+        TB_TRY(tb__store_list(store, key, &entries));
+        uint64_t revision = entries.revision;
+        tb__store_entries_fini(&entries);
+        TB_TRY(tb__store_get(store, key, out));
+        if (out->data)
+            return TB_OK;
+        TB_TRY(tb__store_wait_change(store, key, revision, tb__ms_until(deadline_ms), &revision));
+    }
+}
+
 /* A thread that waits for "key". */
 typedef struct waiting {
     tb__store *store;
@@ -131,7 +147,7 @@ typedef struct waiting {
 static inline void *wait_for_key(void *arg) {
     waiting *w = arg;
     tb__store_value value;
-    w->status = tb__store_wait(w->store, "key", 10 * PATIENCE_MS, &value);
+    w->status = await_key(w->store, "key", 10 * PATIENCE_MS, &value);
     if (w->status == TB_OK)
         tb__store_value_fini(&value);
     return NULL;
@@ -194,15 +210,28 @@ static inline bool raw_send_message(int fd, tb__store_message message) {
     return is_sent;
 }
 
-static inline tb__span span_of(const char *text) {
-    return (tb__span){.data = (const uint8_t *)text, .nbytes = strlen(text)};
+static inline tb__blob blob_of(const char *text) {
+    return (tb__blob){.data = (const uint8_t *)text, .nbytes = strlen(text)};
+}
+
+/* Reads the frame that the bytes begin with; `used` is its size, or 0 if more is needed. */
+static inline tb_status decode_frame(const uint8_t *data, size_t nbytes, size_t max_nbytes, tb__store_message *out,
+                                     size_t *used) {
+    tb__frame_reader reader = {.bytes = {.item = (uint8_t *)(uintptr_t)data, .count = nbytes},
+                               .max_nbytes = max_nbytes};
+    tb__blob frame;
+    bool has_frame;
+    *used = 0;
+    TB_TRY(tb__frame_next(&reader, &frame, &has_frame));
+    *used = has_frame ? reader.taken : 0;
+    return has_frame ? tb__store_decode(frame, out) : TB_OK;
 }
 
 /* Reads the next reply into `in`, whose frames before it are consumed; false at the end of the connection. */
 static inline bool raw_receive(int fd, tb__bytes *in, size_t *consumed, tb__store_message *reply) {
     for (;;) {
         size_t used;
-        assert_ok(tb__store_decode(in->item + *consumed, in->count - *consumed, TB__STORE_MAX_REPLY, reply, &used));
+        assert_ok(decode_frame(in->item + *consumed, in->count - *consumed, TB__STORE_MAX_REPLY, reply, &used));
         *consumed += used;
         if (used > 0)
             return true;
@@ -231,10 +260,53 @@ static inline tb__store_message raw_reply(int fd) {
     return reply;
 }
 
+/* What a raw client keeps between its hello and its prove. */
+typedef struct raw_login {
+    tb__store_secret secret;
+    tb__proof_key key;
+    tb__proof_end mine, server;
+} raw_login;
+
+/* A hello of the process with this secret, and the server's answer. */
+static inline raw_login raw_begin_hello(int fd, const char *token, unsigned secret) {
+    raw_login l = {.secret = {{1, (uint8_t)secret, (uint8_t)(secret >> 8)}}};
+    uint8_t digest[TB__SHA256_NBYTES];
+    tb__sha256 hash;
+    tb__proof_key_derive(token, TB__STORE_PURPOSE, &l.key);
+    tb__sha256_init(&hash);
+    tb__sha256_add(&hash, l.secret.bytes, sizeof l.secret.bytes);
+    tb__sha256_end(&hash, digest);
+    memcpy(l.mine.id, digest, sizeof l.mine.id);
+    assert_ok(tb__random_bytes(l.mine.nonce, sizeof l.mine.nonce));
+    assert_true(raw_send_message(fd, (tb__store_message){.id = 1, .version = TB__STORE_VERSION, .end = l.mine}));
+    tb__store_message reply = raw_reply(fd);
+    assert_int_equal(reply.status, TB_OK);
+    l.server = reply.end;
+    return l;
+}
+
+static inline tb__store_message raw_prove_message(const raw_login *l, uint8_t proof[TB__PROOF_NBYTES]) {
+    tb__proof_make(&l->key, "client", TB__STORE_VERSION, &l->mine, &l->server, proof);
+    return (tb__store_message){
+        .id = 2, .op = TB__STORE_PROVE, .value = {.data = proof, .nbytes = TB__PROOF_NBYTES}, .secret = l->secret};
+}
+
+/* The hello of a process of its own. */
 static inline void raw_hello(int fd) {
-    assert_true(
-        raw_send_message(fd, (tb__store_message){.id = 1, .version = TB__STORE_VERSION, .value = span_of(TOKEN)}));
+    static unsigned count;
+    uint8_t proof[TB__PROOF_NBYTES];
+    raw_login l = raw_begin_hello(fd, TOKEN, ++count);
+    assert_true(raw_send_message(fd, raw_prove_message(&l, proof)));
     assert_int_equal(raw_reply(fd).status, TB_OK);
+}
+
+/* Deletes everything that is this store's. */
+static inline void delete_all(tb__store *store, const char *prefix) {
+    tb__store_entries entries;
+    assert_ok(tb__store_list(store, prefix, &entries));
+    for (size_t i = 0; i < entries.count; i++)
+        assert_ok(tb__store_delete(store, entries.item[i].key));
+    tb__store_entries_fini(&entries);
 }
 
 /* This program again, with a role to play instead of the tests. Processes are started afresh rather than forked,

@@ -218,6 +218,32 @@ static void case_shut_down(void) {
     check(fake_cuda()->count_calls(NULL) == ncalls);
 }
 
+/* The program destroys the context that it shares with the library: what is under way fails, and all that comes. */
+static void case_reset(void) {
+    void *p;
+    tb__device *device = open_cuda();
+    tb__fence fence = {0}, other = {0};
+    uint64_t sum = 0;
+    const char *why = "cuda:0 (Fake GPU) has failed: CUDA_ERROR_CONTEXT_IS_DESTROYED";
+    check(device->ops->alloc(device, 0, 1000, &p) == TB_OK);
+    fake_cuda()->hold_kernel(0);
+    check(device->ops->checksum(device, p, 1000, &sum, &fence) == TB_OK);
+    device->ops->progress(device);
+    check(DRIVER_CALL("cuDevicePrimaryCtxReset_v2", (CUdevice), 0) == CUDA_SUCCESS);
+    for (int i = 0; i < 10000 && !fence.is_done; i++) {
+        device->ops->progress(device);
+        usleep(1000);
+    }
+    check(fence.is_done && fence.status == TB_IO && strstr(fence.why, why));
+    check_fails(alloc(device), TB_IO, why);
+    check(device->ops->checksum(device, p, 1000, &sum, &other) == TB_OK);
+    device->ops->progress(device);
+    device->ops->progress(device);
+    check(other.is_done && other.status == TB_IO && strstr(other.why, why));
+    device->ops->free(device, p);
+    tb__device_close(device);
+}
+
 static void case_report(void) {
     tb__cuda_driver driver;
     tb__cuda_gpu gpu;
@@ -252,6 +278,7 @@ static const struct {
     {"forked", case_forked, NULL, false},
     {"forked_program", case_forked_program, NULL, false},
     {"shut_down", case_shut_down, NULL, true},
+    {"reset", case_reset, NULL, true},
     {"report", case_report, NULL, false},
 };
 enum { NCASES = sizeof cases / sizeof *cases };

@@ -15,33 +15,15 @@
 #include <time.h>
 
 enum {
-    NLANES = 4,      /* streams for runs, of each GPU */
     SPIN_US = 2000,  /* after a launch, before the loop may sleep */
     QUERY_US = 1000, /* between questions to the driver */
     CHECK_MS = 100,  /* between questions while the loop sleeps: after an error nothing wakes it */
 };
 
-typedef struct lane {
-    CUstream stream;
-    size_t nrunning;
-} lane;
-
-/* A stream that waits for a signal, to wake the loop. */
-typedef struct waiter {
-    CUstream stream;
-    bool is_busy;
-} waiter;
-
-/* What a loop has on one GPU. */
-typedef struct gpu_streams {
-    lane lanes[NLANES];
-    TB_VEC(waiter) waiters;
-} gpu_streams;
-
 /* The part of a run that is on one GPU. */
 typedef struct gpu_part {
     tb__gpu *gpu;
-    lane *lane; /* NULL: on a stream of the program */
+    tb__lane *lane; /* NULL: on a stream of the program */
     tb__cuda_launch *launch;
     tb__signal *signal;
     bool is_over, wakes;
@@ -68,6 +50,12 @@ struct cuda_run {
     int64_t launched_us, asked_us;
     gpu_part *on;
     size_t non, nover;
+    struct {
+        tb__cuda_relay_list list; /* to be run, from `next` on */
+        size_t next;
+        bool is_begun, is_in; /* is_in: the first half of it has been run */
+        tb__fence *fence;     /* of the half that is being run; NULL: none is */
+    } relays;
     TAILQ_ENTRY(cuda_run) link;
 };
 
@@ -78,7 +66,7 @@ typedef struct cuda_device {
     _Atomic bool is_timer_set;
     _Atomic size_t nruns;
     TAILQ_HEAD(run_list, cuda_run) runs; /* as they came */
-    gpu_streams *streams[TB__MAX_GPUS];
+    tb__lanes *lanes[TB__MAX_GPUS];      /* NULL: it has used none there */
 } cuda_device;
 
 static int64_t now_us(void) {
@@ -87,69 +75,12 @@ static int64_t now_us(void) {
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* ---- Streams ----------------------------------------------------------------------------------------------------- */
-
-static tb_status create_stream(const tb__gpu *gpu, CUstream *out) {
-    CUresult result = tb__cuda.cuStreamCreate(out, CU_STREAM_NON_BLOCKING);
-    return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "cuStreamCreate on %s", gpu->unit);
-}
-
-static tb_status get_streams(cuda_device *device, const tb__gpu *gpu, gpu_streams **out) {
-    gpu_streams **at = &device->streams[gpu->ordinal];
-    if (!*at)
-        *at = tb__calloc(1, sizeof **at);
-    *out = *at;
-    return *at ? TB_OK : TB_NO_MEMORY;
-}
-
-/* The GPU's context is current. The lane with the least to do. */
-static tb_status get_lane(cuda_device *device, const tb__gpu *gpu, lane **out) {
-    gpu_streams *streams;
-    TB_TRY(get_streams(device, gpu, &streams));
-    lane *best = streams->lanes;
-    for (int i = 1; i < NLANES; i++)
-        best = streams->lanes[i].nrunning < best->nrunning ? &streams->lanes[i] : best;
-    if (!best->stream)
-        TB_TRY(create_stream(gpu, &best->stream));
-    *out = best;
-    return TB_OK;
-}
-
-/* The GPU's context is current. */
-static tb_status get_waiter(cuda_device *device, const tb__gpu *gpu, size_t *out) {
-    gpu_streams *streams;
-    waiter w = {0};
-    size_t i = 0;
-    TB_TRY(get_streams(device, gpu, &streams));
-    while (i < streams->waiters.count && streams->waiters.item[i].is_busy)
-        i++;
-    if (i == streams->waiters.count) {
-        if (!tb__vec_reserve(&streams->waiters, 1))
-            return TB_NO_MEMORY;
-        TB_TRY(create_stream(gpu, &w.stream));
-        streams->waiters.item[streams->waiters.count++] = w;
-    }
-    *out = i;
-    return TB_OK;
-}
-
 /* Puts a function behind the part's work that wakes the loop. If that fails, the timer will do. */
 static void wake_after(cuda_device *device, gpu_part *part) {
-    size_t i;
     if (part->wakes || part->is_over || tb__gpu_push(part->gpu) != TB_OK)
         return;
-    if (get_waiter(device, part->gpu, &i) == TB_OK) {
-        waiter *w = &device->streams[part->gpu->ordinal]->waiters.item[i];
-        CUresult result = tb__cuda.cuStreamWaitEvent(w->stream, part->signal->event, 0);
-        if (result == CUDA_SUCCESS)
-            result = tb__waker_call(&device->waker, w->stream);
-        if (result == CUDA_SUCCESS) {
-            w->is_busy = part->wakes = true;
-            part->waiter = i;
-        } else {
-            (void)tb__cuda_fail(result, "waiting for %s", part->gpu->unit);
-        }
-    }
+    part->wakes = tb__lanes_wake_after(&device->lanes[part->gpu->ordinal], part->gpu, part->signal, &device->waker,
+                                       &part->waiter) == TB_OK;
     tb__gpu_pop();
 }
 
@@ -162,13 +93,18 @@ static cuda_run *find_run(cuda_device *device, const tb__fence *fence) {
     return run;
 }
 
+/* Whether all its work is on streams: relays are launched one after the other. */
+static bool is_all_launched(const cuda_run *run) {
+    return run->is_launched && run->relays.list.count == 0;
+}
+
 /* The fence that keeps a run from being launched: failed, or not done and not on a GPU either. */
 static const tb__fence *find_obstacle(cuda_device *device, const cuda_run *run) {
     const tb__fence *failed = NULL;
     for (size_t i = 0; i < run->what.nafter; i++) {
         const tb__fence *fence = run->after[i];
         const cuda_run *before = fence->is_done ? NULL : find_run(device, fence);
-        if (!fence->is_done && !(before && before->is_launched))
+        if (!fence->is_done && !(before && is_all_launched(before)))
             return fence;
         if (fence->is_done && fence->status != TB_OK && !failed)
             failed = fence;
@@ -193,7 +129,7 @@ static tb_status wait_for_runs(cuda_device *device, const cuda_run *run, CUstrea
 
 /* The GPU's context is current. Whatever fails, what was submitted ends with the signal. */
 static tb_status submit(cuda_device *device, cuda_run *run, gpu_part *part) {
-    TB_TRY(get_lane(device, part->gpu, &part->lane));
+    TB_TRY(tb__lanes_choose(&device->lanes[part->gpu->ordinal], part->gpu, &part->lane));
     TB_TRY(tb__signal_get(part->gpu, &part->signal));
     CUstream stream = part->lane->stream;
     tb_status status = wait_for_runs(device, run, stream);
@@ -241,7 +177,7 @@ static void end_part(cuda_device *device, gpu_part *part) {
         part->lane->nrunning--;
     /* A waiter whose signal has not come would make the next one late. */
     if (part->wakes && tb__signal_has_come(part->signal))
-        device->streams[part->gpu->ordinal]->waiters.item[part->waiter].is_busy = false;
+        tb__lanes_end_wait(device->lanes[part->gpu->ordinal], part->waiter);
     tb__signal_put(part->signal);
     part->signal = NULL;
 }
@@ -251,6 +187,8 @@ static void free_run(cuda_run *run) {
         free(run->parts);
         free(run->after);
         free(run->on);
+        free(run->relays.list.item);
+        free(run->relays.fence);
     }
     free(run);
 }
@@ -296,9 +234,7 @@ static void finish(cuda_device *device, cuda_run *run) {
 static void ask_driver(const gpu_part *part) {
     if (tb__gpu_push(part->gpu) != TB_OK)
         return;
-    CUresult result = tb__cuda.cuEventQuery(part->signal->event);
-    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
-        (void)tb__cuda_fail(result, "cuEventQuery on %s", part->gpu->unit);
+    tb__signal_ask(part->signal, part->lane ? part->lane->stream : NULL);
     tb__gpu_pop();
 }
 
@@ -326,6 +262,35 @@ static bool are_all_done(const cuda_run *run) {
     return true;
 }
 
+static bool start_half(cuda_device *device, cuda_run *run);
+
+/* Runs the halves of relays one after the other, when all else is over. True: it is not done with them. */
+static bool step_relays(cuda_device *device, cuda_run *run, bool *did) {
+    bool is_over = run->relays.next == run->relays.list.count;
+    const tb__fence *fence = run->relays.fence;
+    if (fence && !fence->is_done)
+        return true;
+    if (fence && fence->status != TB_OK && run->status == TB_OK) {
+        run->status = fence->status;
+        snprintf(run->why, sizeof run->why, "%s", fence->why);
+    }
+    for (size_t i = 0; i < run->what.nafter && run->status == TB_OK; i++) {
+        run->status = run->after[i]->status;
+        snprintf(run->why, sizeof run->why, "%s", run->after[i]->why);
+    }
+    if (!is_over && !run->is_cancelled && run->status == TB_OK) {
+        if (!run->relays.is_begun && !tb__cuda_begin_relays(run->job))
+            return true; /* another run's are under way */
+        run->relays.is_begun = *did = true;
+        if (start_half(device, run))
+            return true;
+    }
+    if (run->relays.is_begun)
+        tb__cuda_end_relays(run->job);
+    run->relays.is_begun = false;
+    return false;
+}
+
 /* Whether anything has happened. */
 static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
     if (!run->is_launched) {
@@ -345,9 +310,10 @@ static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
         complete(device, run, TB_CANCELLED, "it was cancelled");
         return true;
     }
+    bool did = false;
     look_at_parts(run, now);
-    if (run->nover < run->non || !are_all_done(run))
-        return false;
+    if (run->nover < run->non || !are_all_done(run) || step_relays(device, run, &did))
+        return did;
     finish(device, run);
     return true;
 }
@@ -423,17 +389,46 @@ static tb_status create_run(tb__fence *fence, const tb__run *what, size_t ngpus,
     return TB_OK;
 }
 
+/* With the lock held. */
+static void insert_run(cuda_device *device, cuda_run *run) {
+    run->fence->state = run;
+    TAILQ_INSERT_TAIL(&device->runs, run, link);
+    atomic_fetch_add(&device->nruns, 1);
+}
+
 /* `wakes`: the loop may be asleep. */
 static void add_run(cuda_device *device, cuda_run *run, bool wakes) {
-    run->fence->state = run;
     pthread_mutex_lock(&device->lock);
     if (wakes) {
         device->is_timer_set = true;
         tb__waker_wake(&device->waker);
     }
-    TAILQ_INSERT_TAIL(&device->runs, run, link);
-    atomic_fetch_add(&device->nruns, 1);
+    insert_run(device, run);
     pthread_mutex_unlock(&device->lock);
+}
+
+/* The next half of a relay, as a run of its own. False: there is none, or it has failed. */
+static bool start_half(cuda_device *device, cuda_run *run) {
+    tb__run what = {.src_buffer = run->what.src_buffer, .dst_buffer = run->what.dst_buffer};
+    cuda_run *half;
+    if (!run->relays.fence)
+        run->relays.fence = tb__calloc(1, sizeof *run->relays.fence);
+    tb__fence *fence = run->relays.fence;
+    tb__job *job = tb__cuda_relay_job(run->job, run->relays.list.item[run->relays.next], !run->relays.is_in);
+    tb_status status = fence ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK) {
+        *fence = (tb__fence){0};
+        status = create_run(fence, &what, tb__cuda_job_ngpus(job), &half);
+    }
+    if (status != TB_OK) {
+        note_failure(run, status);
+        return false;
+    }
+    half->job = job;
+    insert_run(device, half);
+    run->relays.next += run->relays.is_in;
+    run->relays.is_in = !run->relays.is_in;
+    return true;
 }
 
 static tb_status cuda_run_job(tb__device *base, tb__job *job, const tb__run *what, tb__fence *fence) {
@@ -445,6 +440,11 @@ static tb_status cuda_run_job(tb__device *base, tb__job *job, const tb__run *wha
     TB_TRY(status);
     TB_TRY(create_run(fence, what, tb__cuda_job_ngpus(job), &run));
     run->job = job;
+    status = tb__cuda_choose_relays(job, what, &run->relays.list);
+    if (status != TB_OK) {
+        free_run(run);
+        return status;
+    }
     add_run(device, run, false);
     return TB_OK;
 }
@@ -539,7 +539,7 @@ static tb_status cuda_stream_wait(tb__device *base, const void *stream, const tb
     cuda_run *run = find_run(device, fence);
     if (run && !run->is_launched && !run->is_cancelled && !find_obstacle(device, run))
         launch(device, run);
-    if (run && run->is_launched)
+    if (run && is_all_launched(run))
         n = hold_signals(run, signals);
     else if (run)
         status = tb__fail(TB_REFUSED, "a stream on %s can't wait for work that has not begun", gpu->unit);
@@ -572,28 +572,10 @@ static tb_status cuda_open(tb__device **out) {
     return TB_OK;
 }
 
-static void destroy_streams(const gpu_streams *streams, tb__gpu *gpu) {
-    if (tb__gpu_push(gpu) != TB_OK)
-        return;
-    for (int i = 0; i < NLANES; i++) {
-        if (streams->lanes[i].stream)
-            tb__cuda.cuStreamDestroy(streams->lanes[i].stream);
-    }
-    for (size_t i = 0; i < streams->waiters.count; i++)
-        tb__cuda.cuStreamDestroy(streams->waiters.item[i].stream);
-    tb__gpu_pop();
-}
-
 static void cuda_close(tb__device *base) {
     cuda_device *device = (cuda_device *)base;
-    for (int i = 0; i < TB__MAX_GPUS; i++) {
-        gpu_streams *streams = device->streams[i];
-        if (!streams)
-            continue;
-        destroy_streams(streams, tb__gpu_if_used(i));
-        free(streams->waiters.item);
-        free(streams);
-    }
+    for (int i = 0; i < TB__MAX_GPUS; i++)
+        tb__lanes_destroy(device->lanes[i], tb__gpu_if_used(i));
     tb__waker_close(&device->waker);
     pthread_mutex_destroy(&device->lock);
     free(device);
@@ -613,6 +595,8 @@ const tb__device_ops tb__cuda_device_ops = {
     .open = cuda_open,
     .close = cuda_close,
     .find = tb__cuda_find,
+    .list_ids = tb__cuda_list_ids,
+    .check_id = tb__cuda_check_id,
     .alloc = tb__cuda_alloc,
     .free = tb__cuda_free,
     .alloc_on = tb__cuda_alloc_on,
@@ -623,6 +607,7 @@ const tb__device_ops tb__cuda_device_ops = {
     .share = tb__cuda_share,
     .map = tb__cuda_map,
     .unmap = tb__cuda_unmap,
+    .try_access = tb__cuda_try_access,
     .stream_record = cuda_stream_record,
     .stream_wait = cuda_stream_wait,
     .gate_create = tb__cuda_gate_create,

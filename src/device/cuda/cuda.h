@@ -2,6 +2,7 @@
 #ifndef TB_DEVICE_CUDA_CUDA_H
 #define TB_DEVICE_CUDA_CUDA_H
 
+#include "base/mem.h"
 #include "device/device.h"
 
 #include <cuda.h>
@@ -61,6 +62,13 @@
     X(cuMemMap, 10020)                                                                                                 \
     X(cuMemUnmap, 10020)                                                                                               \
     X(cuMemSetAccess, 10020)                                                                                           \
+    X(cuMemGetAccess, 10020)                                                                                           \
+    X(cuMemPoolExportToShareableHandle, 11020)                                                                         \
+    X(cuMemPoolImportFromShareableHandle, 11020)                                                                       \
+    X(cuMemPoolExportPointer, 11020)                                                                                   \
+    X(cuMemPoolImportPointer, 11020)                                                                                   \
+    X(cuMemPoolDestroy, 11020)                                                                                         \
+    X(cuMemFreeAsync, 11020)                                                                                           \
     X(cuStreamCreate, 2000)                                                                                            \
     X(cuStreamDestroy, 4000)                                                                                           \
     X(cuStreamWaitEvent, 3020)                                                                                         \
@@ -118,8 +126,9 @@ typedef struct tb__gpu {
     CUcontext context;
     CUmodule module;
     CUfunction kernels[TB__CUDA_NKERNELS];
-    _Atomic CUresult failure;        /* the error that its context does not recover from */
-    struct tb__signal_pool *signals; /* signal.c */
+    _Atomic CUresult failure;                   /* the error that its context does not recover from */
+    _Atomic CUresult peer_access[TB__MAX_GPUS]; /* what came of enabling it to the memory of cuMemAlloc of each GPU */
+    struct tb__signal_pool *signals;            /* signal.c */
 } tb__gpu;
 
 /* Retains the primary context and loads the kernels, the first time. */
@@ -153,6 +162,8 @@ typedef struct tb__signal {
     _Atomic uint32_t *word;
     CUdeviceptr address; /* of the word */
     uint32_t value;      /* that the word will have; each use has the next one */
+    bool is_silent;      /* the stream will not write it: the event tells, ... */
+    bool is_recorded;    /* ... if it is on the stream */
     _Atomic uint32_t refs;
     struct tb__signal *next;
 } tb__signal;
@@ -160,7 +171,11 @@ typedef struct tb__signal {
 tb_status tb__signals_create(struct tb__signal_pool **out);
 /* The GPU's context is current, here and in `send`. */
 tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out);
+/* If it fails, work before it may be on the stream nevertheless: tb__signal_ask tells when it is done. */
 tb_status tb__signal_send(tb__signal *signal, CUstream stream);
+/* Asks the driver whether a signal that could not be sent would have come by now. Notes the GPU's failure, if there is
+ * one. */
+void tb__signal_ask(tb__signal *signal, CUstream stream);
 void tb__signal_hold(tb__signal *signal); /* as often as that, it has to be put again */
 void tb__signal_put(tb__signal *signal);  /* NULL is allowed. It may still be on its way */
 
@@ -187,6 +202,25 @@ void tb__waker_wake(tb__waker *waker);
 /* Puts a function on the stream that wakes the loop. The stream's context is current. */
 CUresult tb__waker_call(tb__waker *waker, CUstream stream);
 
+/* ---- Streams of our own (lanes.c) -------------------------------------------------------------------------------- */
+
+/* A stream on which runs are launched. */
+typedef struct tb__lane {
+    CUstream stream;
+    size_t nrunning;
+} tb__lane;
+
+/* What a loop has on one GPU, whose context is current, except in `destroy`. */
+typedef struct tb__lanes tb__lanes;
+
+/* The lane with the least to do. *lanes is made, if it is NULL, here and below. */
+tb_status tb__lanes_choose(tb__lanes **lanes, const tb__gpu *gpu, tb__lane **out);
+/* Puts a function behind the signal that wakes the loop, on a stream that is taken until tb__lanes_end_wait. */
+tb_status tb__lanes_wake_after(tb__lanes **lanes, const tb__gpu *gpu, const tb__signal *signal, tb__waker *waker,
+                               size_t *out);
+void tb__lanes_end_wait(tb__lanes *lanes, size_t waiter);
+void tb__lanes_destroy(tb__lanes *lanes, tb__gpu *gpu); /* NULL is allowed */
+
 /* ---- Streams of the program (stream.c) --------------------------------------------------------------------------- */
 
 /* The GPU of a stream, whose context is current then, until tb__gpu_pop. Refuses streams that are being captured, and
@@ -212,6 +246,14 @@ typedef struct tb__cuda_launch tb__cuda_launch;
 size_t tb__cuda_job_ngpus(const tb__job *job);
 tb__gpu *tb__cuda_job_gpu(const tb__job *job, size_t i);
 
+/* Relays of the chosen parts, which are run after all else, one after the other: first `in`, then `work`, as jobs of
+ * their own. Runs of one job take turns with them. */
+typedef TB_VEC(size_t) tb__cuda_relay_list;
+tb_status tb__cuda_choose_relays(const tb__job *job, const tb__run *run, tb__cuda_relay_list *out);
+tb__job *tb__cuda_relay_job(tb__job *job, size_t relay, bool is_in);
+bool tb__cuda_begin_relays(tb__job *job); /* false: another run has not ended them */
+void tb__cuda_end_relays(tb__job *job);
+
 /* Submits the kernels and copies of GPU i of a job to a stream of that GPU, whose context is current. Nothing blocks.
  * *out holds what the kernels report, and is finished when the stream's work is done. */
 tb_status tb__cuda_launch_job(tb__job *job, size_t i, const tb__run *run, CUstream stream, tb__cuda_launch **out);
@@ -226,6 +268,8 @@ void tb__cuda_launch_discard(tb__cuda_launch *launch);
 /* ---- Memory (memory.c, share.c, pin.c) --------------------------------------------------------------------------- */
 
 bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__memory *out);
+tb_status tb__cuda_list_ids(tb__device *device, const tb__memory *memory, tb__memory_ids *out);
+tb__memory_change tb__cuda_check_id(tb__device *device, const tb__memory_id *id);
 tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **out);
 void tb__cuda_free(tb__device *device, void *address);
 tb_status tb__cuda_share(tb__device *device, const tb__memory *memory, tb__memory_key *key);
@@ -238,6 +282,7 @@ typedef enum tb__share_kind {
     TB__SHARE_LEGACY, /* cuIpcGetMemHandle */
     TB__SHARE_FD,     /* of VMM memory: a descriptor for each piece */
     TB__SHARE_FABRIC, /* of VMM memory: a fabric handle for each piece */
+    TB__SHARE_POOL,   /* of a pool (cudaMallocAsync) that exports: a descriptor of the pool, and a handle in it */
 } tb__share_kind;
 
 /* An allocation, or a piece of VMM memory: what one handle stands for. */
@@ -245,15 +290,26 @@ typedef struct tb__memory_piece {
     CUdeviceptr base;
     size_t nbytes;
     int ordinal;
-    bool is_vmm;
-    uint64_t id; /* BUFFER_ID */
+    bool is_vmm, is_managed;
+    CUmemoryPool pool; /* NULL: it is of none */
+    uint64_t id;       /* BUFFER_ID */
     tb__share_kind kind;
 } tb__memory_piece;
 
 /* False: no GPU has memory there. */
 bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out);
 
-/* Lets all GPUs in use that can reach the GPU read VMM memory on it, and write to it if the flags say so. */
+/* A descriptor of a pool, which every forked child closes. */
+CUresult tb__pool_export(CUmemoryPool pool, int *fd);
+
+/* Lets kernels of the GPU read memory on any GPU, and write it if that is asked for: its own, what is imported, the
+ * program's. TB_REFUSED, with the driver's reason, if it can't be done: a kernel that did it nevertheless would end all
+ * work of its process on the GPU. */
+tb_status tb__memory_give_access(const tb__gpu *gpu, CUdeviceptr address, size_t nbytes, bool is_written);
+/* The same, of mappings and of memory that `find` has found, for the units of the device. */
+tb_status tb__cuda_try_access(tb__device *device, int index, const void *address, size_t nbytes);
+
+/* Lets the GPU use VMM memory that is on it, and all GPUs in use that can reach it. */
 tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUmemAccess_flags flags);
 /* A GPU that is used for the first time can use all memory that the library has allocated and mapped. */
 void tb__memory_grant_to_new_gpu(void);

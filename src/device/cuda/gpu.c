@@ -76,7 +76,8 @@ tb_status tb__gpu_push(tb__gpu *gpu) {
         return tb__fail(TB_INTERNAL, "%d contexts are current at once", MOST_PUSHED);
     CUresult result = tb__cuda.cuCtxPushCurrent(gpu->context);
     if (result != CUDA_SUCCESS) {
-        note_error(gpu, result);
+        /* This one was valid: the program has destroyed it (cudaDeviceReset). */
+        note_error(gpu, result == CUDA_ERROR_INVALID_CONTEXT ? CUDA_ERROR_CONTEXT_IS_DESTROYED : result);
         return tb__cuda_fail(result, "cuCtxPushCurrent on %s", gpu->unit);
     }
     pushed.gpus[pushed.count++] = gpu;
@@ -123,13 +124,13 @@ static tb_status load_kernels(tb__gpu *gpu) {
     return TB_OK;
 }
 
+/* Whether it works is tried, not asked. The program may have done it. */
 static void enable_peer(tb__gpu *from, const tb__gpu *to) {
-    int is_possible = 0;
-    if (tb__cuda.cuDeviceCanAccessPeer(&is_possible, from->device, to->device) != CUDA_SUCCESS || !is_possible ||
-        tb__gpu_push(from) != TB_OK)
+    if (tb__gpu_push(from) != TB_OK)
         return;
-    (void)tb__cuda.cuCtxEnablePeerAccess(to->context, 0); /* the program may have done it */
+    CUresult result = tb__cuda.cuCtxEnablePeerAccess(to->context, 0);
     tb__gpu_pop();
+    from->peer_access[to->ordinal] = result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED ? CUDA_SUCCESS : result;
 }
 
 /* With the lock held. */
@@ -157,6 +158,8 @@ static tb_status set_up_locked(int ordinal, tb__gpu **out) {
     if (!gpu)
         return TB_NO_MEMORY;
     gpu->ordinal = ordinal;
+    for (int i = 0; i < TB__MAX_GPUS; i++)
+        gpu->peer_access[i] = i == ordinal ? CUDA_SUCCESS : CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
     snprintf(gpu->unit, sizeof gpu->unit, "%s", tb__gpu_unit_name(ordinal));
     tb_status status = set_up(gpu);
     if (status != TB_OK) {

@@ -85,6 +85,7 @@ typedef struct preparation {
     TB_VEC(host_bytes) host;
     int first_ordinal; /* of the first move that has one */
     tb__gpu **gpus;    /* of the job's */
+    TB_VEC(tb__cuda_far) far;
 } preparation;
 
 /* The bytes that a side of a move reaches, relative to its first element. */
@@ -103,6 +104,7 @@ static void measure_reach(const int64_t *len, int ndim, const int64_t *stride, t
 typedef struct operand {
     uintptr_t begin, end;
     bool is_in_buffer, is_source;
+    int source;                      /* as in tb__cuda_far */
     const tb__mapping *host_mapping; /* it lies in */
     const tb__move_tensor *tensor;   /* likewise, perhaps; NULL: none is known */
 } operand;
@@ -113,7 +115,8 @@ static tb_status visit_source(preparation *p, size_t i, uint32_t k, operand_fn *
     const tb__move *move = p->moves[i];
     const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
     const void *at = move->src[k];
-    operand o = {.is_source = true, .is_in_buffer = mapping == TB__IN_BUFFER, .tensor = &move->src_tensor};
+    operand o = {.is_source = true, .source = (int)k, .is_in_buffer = mapping == TB__IN_BUFFER};
+    o.tensor = &move->src_tensor;
     int64_t low, high;
     if (mapping && !o.is_in_buffer) {
         TB_TRY(tb__mapping_source(mapping, p->device->ops, move, k, &at));
@@ -132,10 +135,12 @@ static tb_status visit_quantised(preparation *p, size_t i, operand_fn *fn) {
     TB_TRY(tb__quant_measure(&q->format, q->rows, q->columns, &size));
     operand o = {.begin = (uintptr_t)q->data, .is_in_buffer = is_made && p->moves[i]->is_dst_in_buffer};
     o.is_source = !is_made;
+    o.source = TB__FAR_DATA;
     o.end = o.begin + (uintptr_t)size.data_nbytes;
     TB_TRY(fn(p, i, &o));
     if (size.scale_nbytes == 0)
         return TB_OK;
+    o.source = TB__FAR_SCALES;
     o.begin = (uintptr_t)q->scales;
     o.end = o.begin + (uintptr_t)size.scale_nbytes;
     return fn(p, i, &o);
@@ -184,6 +189,15 @@ static uint32_t find_job_gpu(const preparation *p, size_t i) {
     return k;
 }
 
+/* What can't be read is brought by a relay; what can't be written, such as scales on another GPU than their data, is
+ * refused. */
+static tb_status check_access(preparation *p, size_t move, const operand *o, const tb__gpu *gpu) {
+    tb_status status = tb__cuda_span_access(&p->spans, gpu, o->begin, o->end, !o->is_source);
+    if (status != TB_REFUSED || !o->is_source)
+        return status;
+    return tb__vec_push(&p->far, ((tb__cuda_far){p->moves[move], o->source})) ? TB_OK : TB_NO_MEMORY;
+}
+
 /* Mappings and tensors are pinned as a whole. */
 static tb_status collect_host(preparation *p, size_t i, const operand *o) {
     const tb__mapping *m = o->host_mapping;
@@ -191,9 +205,11 @@ static tb_status collect_host(preparation *p, size_t i, const operand *o) {
     int found = NO_GPU;
     if (!o->is_in_buffer && !m)
         TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, o->begin, o->end, &found));
-    if (o->is_in_buffer || found >= 0)
+    if (o->is_in_buffer)
         return TB_OK;
     h.gpu = p->gpus[find_job_gpu(p, i)];
+    if (found >= 0)
+        return found == h.gpu->ordinal ? TB_OK : check_access(p, i, o, h.gpu);
     if (m)
         h = (host_bytes){(uintptr_t)m->base, (uintptr_t)m->base + m->nbytes, true, h.gpu};
     else if (o->tensor && o->tensor->first <= o->begin && o->end <= o->tensor->last)
@@ -227,14 +243,6 @@ static tb_status pin_host(preparation *p) {
     return TB_OK;
 }
 
-static tb_status visit_all(preparation *p, operand_fn *fn) {
-    for (size_t i = 0; i < p->nmoves; i++) {
-        if (!tb__move_is_empty(p->moves[i]))
-            TB_TRY(visit_operands(p, i, fn));
-    }
-    return TB_OK;
-}
-
 static tb_status list_gpus(preparation *p) {
     int count = tb__gpu_count();
     p->gpus = tb__calloc((size_t)(count > 0 ? count : 1), sizeof(tb__gpu *));
@@ -256,21 +264,31 @@ static tb_status list_gpus(preparation *p) {
 
 /* ---- Descriptors ------------------------------------------------------------------------------------------------- */
 
-static tb_status is_scale_on_device(preparation *p, const tb__move *move, bool *out) {
+static tb_status find_scale(preparation *p, const tb__move *move, int *ordinal) {
     const tb__quantised *q = move->quantised;
-    int found = NO_GPU;
-    bool has_scale = move->kind != TB__MOVE_AMAX && q->scale &&
-                     (q->format.kind == TB__QUANT_FP8_TENSOR || q->format.kind == TB__QUANT_NVFP4);
-    if (has_scale)
-        TB_TRY(tb__cuda_find_gpu(&p->spans, p->device, (uintptr_t)q->scale, (uintptr_t)(q->scale + 1), &found));
-    *out = found >= 0;
-    return TB_OK;
+    bool has_scale = q && q->scale && (q->format.kind == TB__QUANT_FP8_TENSOR || q->format.kind == TB__QUANT_NVFP4);
+    *ordinal = NO_GPU;
+    if (move->kind == TB__MOVE_COPY || move->kind == TB__MOVE_AMAX || !has_scale)
+        return TB_OK;
+    return tb__cuda_find_gpu(&p->spans, p->device, (uintptr_t)q->scale, (uintptr_t)(q->scale + 1), ordinal);
+}
+
+/* Scales in host memory are read when a run is launched. */
+static tb_status check_scale(preparation *p, size_t i) {
+    const tb__gpu *gpu = p->gpus[find_job_gpu(p, i)];
+    int found;
+    TB_TRY(find_scale(p, p->moves[i], &found));
+    if (found < 0 || found == gpu->ordinal)
+        return TB_OK;
+    uintptr_t begin = (uintptr_t)p->moves[i]->quantised->scale;
+    operand o = {.begin = begin, .end = begin + sizeof(float), .is_source = true, .source = TB__FAR_SCALE};
+    return check_access(p, i, &o, gpu);
 }
 
 static tb_status add_move(preparation *p, size_t i) {
     const tb__move *move = p->moves[i];
     const void *few[FEW_SOURCES], **src = few;
-    bool is_on_device;
+    int scale_on;
     if (tb__move_is_empty(move))
         return TB_OK;
     if (move->nsrc > FEW_SOURCES && !(src = tb__malloc(move->nsrc, sizeof *src)))
@@ -285,8 +303,8 @@ static tb_status add_move(preparation *p, size_t i) {
     uint32_t gpu = find_job_gpu(p, i);
     if (status == TB_OK && move->kind == TB__MOVE_COPY)
         status = tb__cuda_add_copy(p->job, gpu, move, src);
-    else if (status == TB_OK && (status = is_scale_on_device(p, move, &is_on_device)) == TB_OK)
-        status = tb__cuda_add_matrix(p->job, gpu, move, src, is_on_device);
+    else if (status == TB_OK && (status = find_scale(p, move, &scale_on)) == TB_OK)
+        status = tb__cuda_add_matrix(p->job, gpu, move, src, scale_on >= 0);
     if (src != few)
         free(src);
     return status;
@@ -294,12 +312,18 @@ static tb_status add_move(preparation *p, size_t i) {
 
 static tb_status add_moves(preparation *p) {
     tb__job *job = p->job;
+    size_t far = 0;
     job->parts = tb__calloc(p->nmoves + 1, sizeof *job->parts);
     if (!job->parts)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < p->nmoves; i++) {
         if (i == 0 || p->moves[i]->part != p->moves[i - 1]->part)
             job->parts[job->nparts++] = (tb__cuda_job_part){.number = p->moves[i]->part, .first = job->steps.count};
+        if (far < p->far.count && p->far.item[far].move == p->moves[i]) {
+            while (far < p->far.count && p->far.item[far].move == p->moves[i])
+                far++;
+            continue;
+        }
         TB_TRY(add_move(p, i));
     }
     job->parts[job->nparts] = (tb__cuda_job_part){.first = job->steps.count};
@@ -370,12 +394,21 @@ static tb_status fill_job(preparation *p, const tb__move *moves) {
     TB_TRY(sort_moves(p, moves));
     for (size_t i = 0; i < p->nmoves; i++)
         p->ordinal[i] = NO_GPU;
-    TB_TRY(visit_all(p, choose_gpu));
+    for (size_t i = 0; i < p->nmoves; i++) {
+        if (!tb__move_is_empty(p->moves[i]))
+            TB_TRY(visit_operands(p, i, choose_gpu));
+    }
     TB_TRY(list_gpus(p));
-    TB_TRY(visit_all(p, collect_host));
+    for (size_t i = 0; i < p->nmoves; i++) {
+        if (tb__move_is_empty(p->moves[i]))
+            continue;
+        TB_TRY(visit_operands(p, i, collect_host));
+        TB_TRY(check_scale(p, i));
+    }
     TB_TRY(pin_host(p));
     TB_TRY(add_moves(p));
-    return upload_all(p->job);
+    TB_TRY(upload_all(p->job));
+    return tb__cuda_add_relays(p->job, p->far.item, p->far.count);
 }
 
 tb_status tb__cuda_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out) {
@@ -391,6 +424,7 @@ tb_status tb__cuda_prepare(tb__device *device, const tb__move *moves, size_t nmo
     free(p.gpus);
     free(p.spans.list.item);
     free(p.host.item);
+    free(p.far.item);
     if (status != TB_OK) {
         tb__cuda_release(device, p.job);
         return status;
@@ -414,6 +448,7 @@ void tb__cuda_release(tb__device *device, tb__job *job) {
         free(part->quants.item);
         tb__cuda_block_put(part->memory);
     }
+    tb__cuda_free_relays(job);
     tb__cuda_host_fini(&job->host);
     free(job->gpus);
     free(job->steps.item);

@@ -35,8 +35,11 @@ tb_status tb__cuda_upload(tb__gpu *gpu, CUdeviceptr to, const void *from, size_t
 /* Memory that moves of a job use, as it was found. */
 typedef struct tb__cuda_span {
     uintptr_t begin, end;
-    int gpu; /* -1: host memory */
+    int gpu;                              /* -1: host memory */
+    uint64_t can_read, can_write, cannot; /* other GPUs, by ordinal, as far as it was tried */
 } tb__cuda_span;
+
+_Static_assert(TB__MAX_GPUS <= 64, "a bit for each");
 
 typedef struct tb__cuda_spans {
     TB_VEC(tb__cuda_span) list; /* by address; they do not overlap */
@@ -45,6 +48,10 @@ typedef struct tb__cuda_spans {
 
 /* The ordinal of the GPU that the bytes are on, -1 for host memory. */
 tb_status tb__cuda_find_gpu(tb__cuda_spans *spans, tb__device *device, uintptr_t begin, uintptr_t end, int *out);
+
+/* Gives a GPU access to bytes that were found on another one: see tb__memory_give_access. */
+tb_status tb__cuda_span_access(tb__cuda_spans *spans, const tb__gpu *gpu, uintptr_t begin, uintptr_t end,
+                               bool is_written);
 
 /* Host memory that a job has pinned. */
 typedef struct tb__cuda_host_range {
@@ -116,6 +123,20 @@ typedef struct tb__cuda_job_part {
     uint64_t last_run; /* number of the last run that included it */
 } tb__cuda_job_part;
 
+/* What of a move its GPU can't access. */
+typedef struct tb__cuda_far {
+    const tb__move *move;
+    int source; /* its index, or one of those below */
+} tb__cuda_far;
+
+enum { TB__FAR_DATA = -1, TB__FAR_SCALES = -2, TB__FAR_SCALE = -3 }; /* of a quantised tensor */
+
+/* Moves of a part that read memory of GPUs to which theirs have no access, through the job's relay_memory. */
+typedef struct tb__cuda_relay {
+    uint32_t part;
+    tb__job *in, *work; /* first to that memory, then from there */
+} tb__cuda_relay;
+
 struct tb__job {
     tb__device *device;
     tb__cuda_part_of_gpu *gpus;
@@ -126,7 +147,14 @@ struct tb__job {
     uint64_t nruns;
     tb__cuda_host_ranges host;
     bool reads_buffer, writes_buffer; /* of a run */
+    TB_VEC(tb__cuda_relay) relays;    /* by part, in the order in which they are run, one after the other */
+    char *relay_memory;
+    bool is_relaying; /* a run uses that memory */
 };
+
+/* job_relay.c: makes relays of moves, each of which has all its entries side by side, by part. */
+tb_status tb__cuda_add_relays(tb__job *job, const tb__cuda_far *far, size_t nfar);
+void tb__cuda_free_relays(tb__job *job);
 
 /* Makes steps of a move that is checked and not empty. `src` are the addresses of its sources. */
 tb_status tb__cuda_add_copy(tb__job *job, uint32_t gpu, const tb__move *move, const void *const *src); /* job_box.c */

@@ -235,11 +235,14 @@ static tb_status add_transfer(tb__job *job, uint32_t gpu, const nest *n) {
 }
 
 static tb_status add_pieces(tb__job *job, uint32_t gpu, const nest *n, bool is_aligned) {
-    int kernel = is_aligned ? TB__CUDA_copy_pieces : TB__CUDA_copy_shifted_pieces;
+    uint32_t left = (uint32_t)(n->run * n->dst_size);
+    int kernel = !is_aligned                    ? TB__CUDA_copy_shifted_pieces
+                 : left <= TB__CUDA_SMALL_PIECE ? TB__CUDA_copy_small_pieces
+                                                : TB__CUDA_copy_pieces;
     tb__cuda_part_of_gpu *part = &job->gpus[gpu];
     tb__cuda_piece piece = {.dst = address_of(job, gpu, n, -1, NULL),
                             .flags = is_in_buffer(n->move, -1) ? TB__CUDA_DST_IN_BUFFER : 0};
-    uint32_t left = (uint32_t)(n->run * n->dst_size), first = part->nitems[kernel];
+    uint32_t first = part->nitems[kernel];
     if (n->move->nsrc) {
         piece.src = address_of(job, gpu, n, 0, NULL);
         piece.flags |= is_in_buffer(n->move, 0) ? TB__CUDA_SRC_IN_BUFFER : 0;
@@ -381,7 +384,7 @@ static int kernel_for(const tb__move *move, bool is_cast) {
         {-1, TB__CUDA_reduce_2_2, TB__CUDA_reduce_2_4},
         {-1, TB__CUDA_reduce_4_2, TB__CUDA_reduce_4_4},
     };
-    if (!tb__dtype_is_castable(move->src_dtype))
+    if (!tb__dtype_is_small_float(move->src_dtype) || !tb__dtype_is_small_float(move->dst_dtype))
         return -1;
     unsigned s = tb_dtype_bits(move->src_dtype) / 16, d = tb_dtype_bits(move->dst_dtype) / 16; /* 0, 1, 2 */
     return is_cast ? casts[s][d] : reductions[s][d];
@@ -396,7 +399,7 @@ static tb_status add_numbers(tb__job *job, uint32_t gpu, const nest *n) {
     if (!box)
         return TB_NO_MEMORY;
     /* 8- and 16-bit floats are reduced in f32. */
-    tb_dtype from = is_cast || !tb__dtype_is_castable(move->src_dtype) ? move->src_dtype : TB_F32;
+    tb_dtype from = is_cast || !tb__dtype_is_small_float(move->src_dtype) ? move->src_dtype : TB_F32;
     box->has_wire = from != move->wire_dtype && move->wire_dtype != move->dst_dtype;
     if (move->avg_divisor > 1) {
         box->divisor = (float)move->avg_divisor;

@@ -235,9 +235,9 @@ static tb_status pin_buffer(tb__job *job, size_t gpu, void *buffer) {
 static tb_status launch_kernel(tb__gpu *gpu, int kernel, tb__cuda_args *args, CUstream stream) {
     const tb__cuda_kernel_shape *shape = &tb__cuda_kernel_shapes[kernel];
     uint32_t per_block = 1;
-    if (kernel == TB__CUDA_copy_pieces)
+    if (kernel == TB__CUDA_copy_small_pieces)
         per_block = WARPS_OF_PIECES * TB__CUDA_WARP_PIECES;
-    else if (kernel == TB__CUDA_copy_shifted_pieces)
+    else if (kernel == TB__CUDA_copy_pieces || kernel == TB__CUDA_copy_shifted_pieces)
         per_block = WARPS_OF_PIECES;
     else if (kernel == TB__CUDA_copy_words)
         per_block = TB__CUDA_BLOCK_WORDS;

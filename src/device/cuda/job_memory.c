@@ -216,10 +216,35 @@ tb_status tb__cuda_find_gpu(tb__cuda_spans *spans, tb__device *device, uintptr_t
     tb__memory memory;
     tb__cuda_span span = {.begin = begin & ~(uintptr_t)(PAGE - 1), .end = (end + PAGE - 1) & ~(uintptr_t)(PAGE - 1)};
     span.gpu = -1;
-    if (tb__cuda_find(device, (void *)begin, end - begin, &memory))
-        span = (tb__cuda_span){(uintptr_t)memory.base, (uintptr_t)memory.base + memory.nbytes, memory.index};
+    if (tb__cuda_find(device, (void *)begin, end - begin, &memory)) {
+        span = (tb__cuda_span){
+            .begin = (uintptr_t)memory.base, .end = (uintptr_t)memory.base + memory.nbytes, .gpu = memory.index};
+    } else if (tb__cuda_find(device, (void *)begin, 1, &memory)) { /* and more of it beside, or else it fails */
+        TB_TRY(tb__device_check_extent(device, (void *)begin, end - begin));
+        span = (tb__cuda_span){.begin = begin, .end = end, .gpu = memory.index};
+    }
     *out = span.gpu;
     return add_span(spans, i, span);
+}
+
+tb_status tb__cuda_span_access(tb__cuda_spans *spans, const tb__gpu *gpu, uintptr_t begin, uintptr_t end,
+                               bool is_written) {
+    uint64_t bit = (uint64_t)1 << gpu->ordinal;
+    tb_status status = TB_OK;
+    for (size_t i = find_span(spans, begin); i < spans->list.count && spans->list.item[i].begin < end; i++) {
+        tb__cuda_span *span = &spans->list.item[i];
+        uint64_t *can = is_written ? &span->can_write : &span->can_read;
+        if (*can & bit)
+            continue;
+        if (span->cannot & bit && !is_written)
+            return TB_REFUSED;
+        TB_TRY(tb__gpu_push((tb__gpu *)(uintptr_t)gpu));
+        status = tb__memory_give_access(gpu, span->begin, span->end - span->begin, is_written);
+        tb__gpu_pop();
+        *(status == TB_OK ? can : &span->cannot) |= bit;
+        TB_TRY(status);
+    }
+    return TB_OK;
 }
 
 /* ---- Host memory ------------------------------------------------------------------------------------------------- */

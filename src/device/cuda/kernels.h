@@ -11,7 +11,8 @@
 
 /* X(name, threads of a block, blocks of an item, slots of an item). */
 #define TB__CUDA_KERNELS(X)                                                                                            \
-    X(copy_pieces, 128, 1, 1)         /* a warp takes TB__CUDA_WARP_PIECES of them */                                  \
+    X(copy_small_pieces, 128, 1, 1)   /* of at most TB__CUDA_SMALL_PIECE bytes; a warp takes TB__CUDA_WARP_PIECES */   \
+    X(copy_pieces, 128, 1, 1)         /* a warp takes one */                                                           \
     X(copy_shifted_pieces, 128, 1, 1) /* aligned in any way; a warp takes one */                                       \
     X(copy_rows, 64, 1, 256)                                                                                           \
     X(copy_long_rows, 64, 16, 4096)  /* the same, with fewer items */                                                  \
@@ -59,6 +60,7 @@ enum { TB__CUDA_KERNELS(TB__CUDA_KERNEL_ID) TB__CUDA_NKERNELS };
 
 enum {
     TB__CUDA_WARP_PIECES = 2,
+    TB__CUDA_SMALL_PIECE = 512, /* bytes: 16 for each thread of a warp */
     TB__CUDA_BLOCK_WORDS = 1024,
     TB__CUDA_BLOCK_RESULTS = 256,
     TB__CUDA_PIECE_MAX = 4096, /* bytes */

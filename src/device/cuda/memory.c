@@ -3,12 +3,11 @@
 
 #include "base/int.h"
 #include "base/mem.h"
+#include "base/process.h"
+#include "device/host/memory.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <string.h>
-#include <sys/uio.h>
-#include <unistd.h>
 
 /* ---- Whose it is ------------------------------------------------------------------------------------------------- */
 
@@ -32,7 +31,7 @@ static CUresult ask(CUdeviceptr address, attributes *out) {
     return tb__cuda.cuPointerGetAttributes(sizeof what / sizeof *what, what, where, address);
 }
 
-/* Memory of pools is shared by other means than these, and managed memory by none. */
+/* Of memory that is neither managed nor a pool's. */
 static tb__share_kind share_kind(const attributes *a) {
     if (a->mempool || a->is_managed)
         return TB__SHARE_NONE;
@@ -43,12 +42,31 @@ static tb__share_kind share_kind(const attributes *a) {
                                                                       : TB__SHARE_NONE;
 }
 
+/* What a pool was made for does not change, and the driver tells it only by exporting the pool. Memory of another pool
+ * at the same handle is shared, or staged, if sharing it fails. */
+static bool is_pool_shareable(CUmemoryPool pool) {
+    static _Thread_local struct {
+        CUmemoryPool pool;
+        bool is_shareable;
+    } last;
+    int fd = -1;
+    if (last.pool != pool) {
+        last.pool = pool;
+        last.is_shareable = tb__pool_export(pool, &fd) == CUDA_SUCCESS;
+        if (last.is_shareable)
+            tb__fd_close(fd);
+    }
+    return last.is_shareable;
+}
+
 /* The driver tells the extent of memory only to a thread with a context, which the memory's GPU has already. */
 static bool find_range(int ordinal, CUdeviceptr address, tb__memory_piece *out) {
     tb__gpu *gpu;
     if (tb__gpu_get(ordinal, &gpu) != TB_OK || tb__gpu_push(gpu) != TB_OK)
         return false;
     CUresult result = tb__cuda.cuMemGetAddressRange(&out->base, &out->nbytes, address);
+    if (result == CUDA_SUCCESS && out->pool && is_pool_shareable(out->pool))
+        out->kind = TB__SHARE_POOL;
     tb__gpu_pop();
     return result == CUDA_SUCCESS && out->nbytes > 0 && address - out->base < out->nbytes;
 }
@@ -59,6 +77,8 @@ bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
         return false;
     *out = (tb__memory_piece){.ordinal = (int)a.ordinal,
                               .is_vmm = !a.is_legacy && !a.mempool && !a.is_managed,
+                              .pool = (CUmemoryPool)(uintptr_t)a.mempool, // NOLINT(performance-no-int-to-ptr)
+                              .is_managed = a.is_managed != 0,
                               .id = a.id,
                               .kind = share_kind(&a)};
     return find_range(out->ordinal, address, out);
@@ -69,7 +89,8 @@ static uint64_t mix(uint64_t epoch, uint64_t id) {
     return (epoch ^ id) * 0x9e3779b97f4a7c15 ^ epoch >> 29;
 }
 
-/* VMM memory may have several pieces side by side. */
+/* VMM memory may have several pieces side by side. Those of another GPU are other memory: this one may have no access
+ * to them. */
 static bool find_pieces(CUdeviceptr address, size_t nbytes, tb__memory *out) {
     tb__memory_piece first, next;
     if (!tb__memory_find_piece(address, &first))
@@ -80,9 +101,10 @@ static bool find_pieces(CUdeviceptr address, size_t nbytes, tb__memory *out) {
     if (last < address)
         return false;
     for (; end < last; end = next.base + next.nbytes) {
-        if (!first.is_vmm || !tb__memory_find_piece(end, &next) || !next.is_vmm || next.base != end)
+        if (!first.is_vmm || !tb__memory_find_piece(end, &next) || !next.is_vmm || next.base != end ||
+            next.ordinal != first.ordinal)
             return false;
-        is_shareable &= next.kind == first.kind && next.ordinal == first.ordinal;
+        is_shareable &= next.kind == first.kind;
         epoch = mix(epoch, next.id);
     }
     *out = (tb__memory){.base = (void *)first.base,
@@ -142,10 +164,8 @@ static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool
 /* If the driver can't be asked any more: in a forked child, after a failure, at the end of the program. What the CPU
  * can't read is taken for memory of a GPU. So its use fails with a sentence, where the host device would crash. */
 static bool guess(const void *address, size_t nbytes, tb__memory *out) {
-    char byte;
-    struct iovec here = {&byte, 1}, there = {(void *)(uintptr_t)address, 1};
-    *out = (tb__memory){.base = there.iov_base, .nbytes = nbytes};
-    return nbytes > 0 && process_vm_readv(getpid(), &here, 1, &there, 1, 0) < 0 && errno == EFAULT;
+    *out = (tb__memory){.base = (void *)(uintptr_t)address, .nbytes = nbytes};
+    return nbytes > 0 && tb__memory_check_mapped(address, 1) != TB_OK;
 }
 
 bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__memory *out) {
@@ -164,20 +184,102 @@ bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__m
     return a.memory_type == CU_MEMORYTYPE_DEVICE && find_pieces((CUdeviceptr)address, nbytes, out);
 }
 
+tb_status tb__cuda_list_ids(tb__device *device, const tb__memory *memory, tb__memory_ids *out) {
+    CUdeviceptr at = (CUdeviceptr)memory->base, last = at + (memory->nbytes ? memory->nbytes : 1);
+    tb__memory_piece p;
+    (void)device;
+    for (; at < last; at = p.base + p.nbytes) {
+        if (!tb__memory_find_piece(at, &p))
+            return TB_OK; /* whoever uses it fails by name */
+        if (!tb__vec_push(out, ((tb__memory_id){(const void *)p.base, p.id})))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* One call of the driver, which needs no context and waits for nothing. If it fails, so will the memory's use. */
+tb__memory_change tb__cuda_check_id(tb__device *device, const tb__memory_id *id) {
+    uint64_t type = 0, now = 0;
+    CUpointer_attribute what[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_BUFFER_ID};
+    void *where[] = {&type, &now};
+    (void)device;
+    if (!tb__cuda_has_functions() ||
+        tb__cuda.cuPointerGetAttributes(2, what, where, (CUdeviceptr)id->base) != CUDA_SUCCESS)
+        return TB__MEMORY_SAME;
+    return type != CU_MEMORYTYPE_DEVICE ? TB__MEMORY_GONE : now == id->id ? TB__MEMORY_SAME : TB__MEMORY_REMAPPED;
+}
+
 tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUmemAccess_flags flags) {
-    CUmemAccessDesc access[TB__MAX_GPUS];
-    size_t n = 0;
+    CUmemAccessDesc access[TB__MAX_GPUS] = {{.location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu->ordinal}, .flags = flags}};
+    size_t n = 1;
     for (int i = 0; i < TB__MAX_GPUS; i++) {
         const tb__gpu *other = tb__gpu_if_used(i);
-        int is_possible = i == gpu->ordinal;
-        if (other && !is_possible)
-            (void)tb__cuda.cuDeviceCanAccessPeer(&is_possible, other->device, gpu->device);
-        if (is_possible)
+        if (other && i != gpu->ordinal && atomic_load(&other->peer_access[gpu->ordinal]) == CUDA_SUCCESS)
             access[n++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, i}, .flags = flags};
     }
     CUresult result = tb__cuda.cuMemSetAccess(base, nbytes, access, n);
+    if (result != CUDA_SUCCESS && n > 1) /* others get it, or not, when they need it */
+        result = tb__cuda.cuMemSetAccess(base, nbytes, access, 1);
     return result == CUDA_SUCCESS ? TB_OK
                                   : tb__cuda_fail(result, "access to %zu bytes of memory on %s", nbytes, gpu->unit);
+}
+
+static tb_status refuse_access(const tb__gpu *gpu, const tb__memory_piece *p, CUresult result) {
+    if (p->pool)
+        return tb__fail(TB_REFUSED, "%s can't access memory of a pool (cudaMallocAsync) on %s", gpu->unit,
+                        tb__gpu_unit_name(p->ordinal));
+    return tb__fail(TB_REFUSED, "%s can't access memory of %s: %s", gpu->unit, tb__gpu_unit_name(p->ordinal),
+                    tb__cuda_error_name(result));
+}
+
+/* The attributes of imported memory don't tell. */
+static bool is_mapped_by_vmm(const tb__memory_piece *p) {
+    CUmemGenericAllocationHandle handle;
+    if (!p->is_vmm || tb__cuda.cuMemRetainAllocationHandle(&handle, (void *)p->base) != CUDA_SUCCESS)
+        return false;
+    tb__cuda.cuMemRelease(handle);
+    return true;
+}
+
+/* Of VMM memory each piece has rights of its own, also that of the program's own mappings. */
+static tb_status give_access_to_piece(const tb__gpu *gpu, const tb__memory_piece *p, bool is_written) {
+    CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu->ordinal};
+    CUmemAccess_flags wanted = is_written ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+    CUmemAccessDesc access = {.location = location, .flags = wanted};
+    unsigned long long has = 0;
+    if (p->is_managed)
+        return TB_OK;
+    if (!is_mapped_by_vmm(p)) {
+        CUresult enabled = p->pool ? CUDA_ERROR_PEER_ACCESS_NOT_ENABLED : gpu->peer_access[p->ordinal];
+        return enabled == CUDA_SUCCESS ? TB_OK : refuse_access(gpu, p, enabled);
+    }
+    CUresult result = tb__cuda.cuMemGetAccess(&has, &location, p->base);
+    if (result == CUDA_SUCCESS && (has & wanted) == wanted)
+        return TB_OK;
+    result = tb__cuda.cuMemSetAccess(p->base, p->nbytes, &access, 1);
+    if (result != CUDA_SUCCESS && !is_written) { /* not every driver has access without the right to write */
+        access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        result = tb__cuda.cuMemSetAccess(p->base, p->nbytes, &access, 1);
+    }
+    return result == CUDA_SUCCESS ? TB_OK : refuse_access(gpu, p, result);
+}
+
+tb_status tb__memory_give_access(const tb__gpu *gpu, CUdeviceptr address, size_t nbytes, bool is_written) {
+    tb__memory_piece p;
+    for (CUdeviceptr at = address, last = address + (nbytes ? nbytes : 1); at < last; at = p.base + p.nbytes) {
+        if (!tb__memory_find_piece(at, &p))
+            return tb__fail(TB_INVALID, "the memory at 0x%llx is gone", at);
+        if (p.ordinal != gpu->ordinal)
+            TB_TRY(give_access_to_piece(gpu, &p, is_written));
+    }
+    return TB_OK;
+}
+
+tb_status tb__cuda_try_access(tb__device *device, int index, const void *address, size_t nbytes) {
+    tb__gpu *gpu;
+    (void)device;
+    TB_TRY(tb__gpu_get(index, &gpu));
+    return tb__memory_give_access(gpu, (CUdeviceptr)address, nbytes, false);
 }
 
 void tb__memory_grant_to_new_gpu(void) {

@@ -99,6 +99,33 @@ static void test_not_shareable(void **state) {
     free_vmm(p, 2);
 }
 
+/* Memory of cudaMallocAsync: what its pool was made for decides. */
+static void test_pools(void **state) {
+    (void)state;
+    if (!has_shared_pools())
+        skip();
+    CUmemoryPool pools[] = {make_pool_on(0, CU_MEM_HANDLE_TYPE_NONE),
+                            make_pool_on(0, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)};
+    CUdeviceptr p[4];
+    for (int i = 0; i < 4; i++)
+        p[i] = alloc_from_pool_on(0, pools[i % 2], 3 * PIECE);
+    for (int i = 0; i < 4; i++) {
+        tb__memory_key key = {0};
+        tb__memory memory = must_find(p[i] + 100, PIECE);
+        assert_true((CUdeviceptr)memory.base == p[i] && memory.nbytes >= 3 * (size_t)PIECE);
+        assert_int_equal(memory.is_shareable, i % 2);
+        assert_int_equal(tb__device_share(device, &memory, &key), i % 2 ? TB_OK : TB_REFUSED);
+        assert_int_equal(key.fds.count, i % 2);
+        tb__memory_key_fini(&key);
+        assert_false(is_found(p[i], memory.nbytes + 1) && must_find(p[i], memory.nbytes + 1).is_shareable);
+    }
+    for (int i = 0; i < 4; i++)
+        free_legacy(p[i]);
+    for (int i = 0; i < 2; i++)
+        assert_cuda(tb__cuda.cuMemPoolDestroy(pools[i]));
+    assert_null(current_context());
+}
+
 /* ---- Memory of our own ------------------------------------------------------------------------------------------- */
 
 static void *alloc(size_t nbytes) {
@@ -385,21 +412,14 @@ static void test_pin_fails(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_legacy),
-        cmocka_unit_test(test_host_memory),
-        cmocka_unit_test(test_vmm),
-        cmocka_unit_test(test_not_shareable),
-        cmocka_unit_test(test_kept_memory),
-        cmocka_unit_test(test_bound),
-        cmocka_unit_test(test_shortage),
-        cmocka_unit_test(test_without_vmm),
-        cmocka_unit_test(test_failed_calls),
-        cmocka_unit_test(test_pin),
-        cmocka_unit_test(test_pin_and_copy),
-        cmocka_unit_test(test_pin_arena),
-        cmocka_unit_test(test_pinned_by_program),
-        cmocka_unit_test(test_pin_read_only),
-        cmocka_unit_test(test_pin_fails),
+        cmocka_unit_test(test_legacy),        cmocka_unit_test(test_host_memory),
+        cmocka_unit_test(test_vmm),           cmocka_unit_test(test_not_shareable),
+        cmocka_unit_test(test_pools),         cmocka_unit_test(test_kept_memory),
+        cmocka_unit_test(test_bound),         cmocka_unit_test(test_shortage),
+        cmocka_unit_test(test_without_vmm),   cmocka_unit_test(test_failed_calls),
+        cmocka_unit_test(test_pin),           cmocka_unit_test(test_pin_and_copy),
+        cmocka_unit_test(test_pin_arena),     cmocka_unit_test(test_pinned_by_program),
+        cmocka_unit_test(test_pin_read_only), cmocka_unit_test(test_pin_fails),
     };
     need_gpu();
     page = (size_t)sysconf(_SC_PAGESIZE);

@@ -16,17 +16,27 @@ static struct {
     TB_VEC(held) list;
 } program = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
+/* In a forked child that can't use the driver the lock may be another thread's of the parent; only one thread is there.
+ */
+static bool lock_list(void) {
+    return !tb__cuda_is_inherited() && pthread_mutex_lock(&program.lock) == 0;
+}
+
+static void unlock_list(bool is_locked) {
+    if (is_locked)
+        pthread_mutex_unlock(&program.lock);
+}
+
 static tb_status hold(held h) {
-    pthread_mutex_lock(&program.lock);
+    bool is_locked = lock_list();
     bool is_held = tb__vec_push(&program.list, h);
-    pthread_mutex_unlock(&program.lock);
+    unlock_list(is_locked);
     return is_held ? TB_OK : TB_NO_MEMORY;
 }
 
 /* False: it is not held in this way. */
 static bool let_go(void *address, bool is_pinned, held *out) {
-    bool is_found = false;
-    pthread_mutex_lock(&program.lock);
+    bool is_found = false, is_locked = lock_list();
     for (size_t i = 0; i < program.list.count && !is_found; i++) {
         held *h = &program.list.item[i];
         if (h->address != address || (h->pin != NULL) != is_pinned)
@@ -35,7 +45,7 @@ static bool let_go(void *address, bool is_pinned, held *out) {
         *h = program.list.item[--program.list.count];
         is_found = true;
     }
-    pthread_mutex_unlock(&program.lock);
+    unlock_list(is_locked);
     return is_found;
 }
 

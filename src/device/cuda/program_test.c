@@ -69,6 +69,63 @@ static void test_use(void **state) {
     free_legacy(programs);
 }
 
+static void run_copy(void *to, const void *from, size_t nbytes) {
+    static const int64_t unit[1][TB_MAX_DIMS] = {{1}};
+    tb__job *job = NULL;
+    tb__fence fence = {0};
+    tb__move move = {.ndim = 1,
+                     .len = {(int64_t)nbytes},
+                     .dst = to,
+                     .dst_stride = {1},
+                     .nsrc = 1,
+                     .src = &from,
+                     .src_stride = unit,
+                     .src_dtype = TB_U8,
+                     .wire_dtype = TB_U8,
+                     .dst_dtype = TB_U8};
+    assert_ok(device->ops->prepare(device, &move, 1, &job));
+    assert_ok(device->ops->run(device, job, &(tb__run){0}, &fence));
+    while (!fence.is_done)
+        (void)device->ops->progress(device);
+    assert_int_equal(fence.status, TB_OK);
+    device->ops->release(device, job);
+}
+
+/* GPU 1 copies what the program itself has mapped for GPU 0: it is given access or, where the driver refuses that, gets
+ * it through host memory. */
+static void test_programs_mappings(void **state) {
+    enum { NPIECES = 3, NBYTES = NPIECES * PIECE };
+    unsigned char *bytes = malloc(NBYTES), *back = malloc(NBYTES);
+    void *to;
+    (void)state;
+    if (tb__gpu_count() < 2)
+        skip();
+    const fake_cuda_control *fake = fake_cuda();
+    for (int is_refused = 0; is_refused < (fake ? 2 : 1); is_refused++) {
+        CUdeviceptr from = alloc_vmm(NPIECES, CU_MEM_HANDLE_TYPE_NONE);
+        assert_ok(tb_alloc_on("cuda:1", NBYTES, &to));
+        for (size_t i = 0; i < NBYTES; i++)
+            bytes[i] = (unsigned char)(i * 31 + i / 4096 + (size_t)is_refused);
+        write_gpu(0, from, bytes, NBYTES);
+        if (is_refused) {
+            fake->fail_call("cuMemSetAccess", 1, CUDA_ERROR_INVALID_VALUE);
+            fake->fail_call("cuMemGetAccess", 0, CUDA_ERROR_INVALID_VALUE);
+            setenv("FAKE_CUDA_NO_READ_ONLY", "1", 1);
+        }
+        run_copy(to, (const void *)from, NBYTES);
+        if (is_refused) {
+            unsetenv("FAKE_CUDA_NO_READ_ONLY");
+            fake->mend();
+        }
+        read_gpu(1, (CUdeviceptr)to, back, NBYTES);
+        assert_memory_equal(bytes, back, NBYTES);
+        tb_free(to);
+        free_vmm(from, NPIECES);
+    }
+    free(bytes);
+    free(back);
+}
+
 static bool is_pinned(const void *p) {
     unsigned type = 0;
     CUpointer_attribute what[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE};
@@ -115,8 +172,8 @@ static void test_fork(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_units),  cmocka_unit_test(test_current), cmocka_unit_test(test_use),
-        cmocka_unit_test(test_pinned), cmocka_unit_test(test_fork),
+        cmocka_unit_test(test_units),  cmocka_unit_test(test_current),           cmocka_unit_test(test_use),
+        cmocka_unit_test(test_pinned), cmocka_unit_test(test_programs_mappings), cmocka_unit_test(test_fork),
     };
     need_gpu();
     if (tb__device_open("cuda", &device) != TB_OK) {

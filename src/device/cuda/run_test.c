@@ -16,7 +16,7 @@ typedef struct bed {
     tb__job *job;
 } bed;
 
-static tb__job *prepare_copy(tb__device *device, void *dst, const void *src, size_t nbytes) {
+static tb_status try_copy(tb__device *device, void *dst, const void *src, size_t nbytes, tb__job **out) {
     static const int64_t unit[1][TB_MAX_DIMS] = {{1}};
     tb__move move = {.ndim = 1,
                      .len = {(int64_t)nbytes},
@@ -28,8 +28,12 @@ static tb__job *prepare_copy(tb__device *device, void *dst, const void *src, siz
                      .src_dtype = TB_U8,
                      .wire_dtype = TB_U8,
                      .dst_dtype = TB_U8};
+    return device->ops->prepare(device, &move, 1, out);
+}
+
+static tb__job *prepare_copy(tb__device *device, void *dst, const void *src, size_t nbytes) {
     tb__job *job;
-    assert_ok(device->ops->prepare(device, &move, 1, &job));
+    assert_ok(try_copy(device, dst, src, nbytes, &job));
     return job;
 }
 
@@ -119,6 +123,19 @@ static void test_runs(void **state) {
 }
 
 /* A run that takes long: the loop polls for a moment, then sleeps until it is woken, and is quiet afterwards. */
+/* What ends too early is not taken for host memory. */
+static void test_beyond(void **state) {
+    bed b;
+    tb__job *none;
+    (void)state;
+    make_bed(&b);
+    assert_fails(try_copy(b.device, b.memory + N, b.memory, N + 1, &none), TB_INVALID,
+                 "bytes, but the memory on cuda:0 that it begins in ends after ");
+    assert_fails(try_copy(b.device, b.memory, b.memory + 1, 2 * N, &none), TB_INVALID,
+                 "bytes, but the memory on cuda:0 that it begins in ends after ");
+    free_bed(&b);
+}
+
 static void test_sleep(void **state) {
     const fake_cuda_control *control = need_fake();
     bed b;
@@ -344,10 +361,11 @@ static void test_failed_launch(void **state) {
     tb__fence fence, behind;
     (void)state;
     make_bed(&b);
-    for (int i = 0; i < 3; i++) {
-        static const char *const calls[] = {"cuStreamCreate", "cuLaunchKernel", "cuCtxPushCurrent"};
+    for (int i = 0; i < 5; i++) {
+        static const char *const calls[] = {"cuStreamCreate", "cuLaunchKernel", "cuCtxPushCurrent",
+                                            "cuStreamWriteValue32", "cuEventRecord"};
         static const CUresult results[] = {CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
-                                           CUDA_ERROR_INVALID_VALUE};
+                                           CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND, CUDA_ERROR_NOT_FOUND};
         start(&b, &fence);
         tb__fence *after[] = {&fence};
         start_after(&b, after, 1, &behind);
@@ -359,6 +377,7 @@ static void test_failed_launch(void **state) {
         assert_int_equal(fence.status, i == 0 ? TB_NO_MEMORY : TB_IO);
         assert_non_null(strstr(fence.why, tb__cuda_error_name(results[i])));
         assert_non_null(strstr(fence.why, i == 1 ? "" : "cuda:0"));
+        assert_true(i < 2 || strstr(fence.why, calls[i]));
         assert_string_equal(behind.why, fence.why);
         start(&b, &fence);
         assert_done(&b, &fence);
@@ -643,6 +662,25 @@ static void test_gates(void **state) {
     free_bed(&b);
 }
 
+/* A stream that can't be made to wait is said to be so at once, by the driver's name for it. */
+static void test_failed_gate(void **state) {
+    const fake_cuda_control *control = need_fake();
+    bed b;
+    CUstream stream;
+    tb__gate *gate;
+    tb__fence fence = {0};
+    (void)state;
+    make_bed(&b);
+    stream = make_stream(0);
+    control->fail_call("cuStreamWaitValue32", 0, CUDA_ERROR_NOT_FOUND);
+    assert_fails(b.device->ops->gate_create(b.device, &stream, tb__now_ms() + 60000, &gate), TB_IO,
+                 "cuStreamWaitValue32 on cuda:0: CUDA_ERROR_NOT_FOUND");
+    assert_ok(b.device->ops->stream_record(b.device, &stream, &fence));
+    assert_done(&b, &fence); /* nothing holds it */
+    assert_cuda(tb__cuda.cuStreamDestroy(stream));
+    free_bed(&b);
+}
+
 /* A gate that nobody opens opens by itself, at its time. */
 static void test_deadlines(void **state) {
     bed b;
@@ -758,6 +796,7 @@ static void test_sticky_error(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(test_runs, clean_thread),
+        cmocka_unit_test_teardown(test_beyond, clean_thread),
         cmocka_unit_test_teardown(test_sleep, clean_thread),
         cmocka_unit_test_teardown(test_late_wake, clean_thread),
         cmocka_unit_test_teardown(test_order, clean_thread),
@@ -773,6 +812,7 @@ int main(void) {
         cmocka_unit_test_teardown(test_other_context, clean_thread),
         cmocka_unit_test_teardown(test_capture, clean_thread),
         cmocka_unit_test_teardown(test_gates, clean_thread),
+        cmocka_unit_test_teardown(test_failed_gate, clean_thread),
         cmocka_unit_test_teardown(test_deadlines, clean_thread),
         cmocka_unit_test_teardown(test_gate_and_free, clean_thread),
         cmocka_unit_test_teardown(test_sticky_error, clean_thread),

@@ -5,25 +5,29 @@
 #include "device/cuda/cuda.h"
 
 #include "base/descriptors.h"
+#include "base/log.h"
 #include "base/mem.h"
+#include "base/process.h"
 
 #include <fcntl.h>
 #include <pthread.h>
 #include <string.h>
 #include <sys/queue.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { MOST_PIECES = 1 << 16, HANDLE_NBYTES = 64 };
 static const uint64_t most_nbytes = (uint64_t)1 << 46; /* of one memory: as many addresses as a GPU has, and less */
 
-_Static_assert(sizeof(CUipcMemHandle) == HANDLE_NBYTES && sizeof(CUmemFabricHandle) == HANDLE_NBYTES,
-               "handles of both kinds have one size in keys");
+_Static_assert(sizeof(CUipcMemHandle) == HANDLE_NBYTES && sizeof(CUmemFabricHandle) == HANDLE_NBYTES &&
+                   sizeof(CUmemPoolPtrExportData) == HANDLE_NBYTES,
+               "handles of all kinds have one size in keys");
 
 /* Which memory it is. */
 typedef struct identity {
     uint64_t process, base, nbytes, epoch;
     uint32_t kind;
-    bool is_writable; /* as it is mapped; of legacy memory false */
+    bool is_writable; /* as it is mapped; false if there is no choice */
 } identity;
 
 typedef struct piece {
@@ -46,6 +50,7 @@ typedef struct import {
     tb__gpu *gpu;
     CUdeviceptr base;
     size_t nreserved, nmapped; /* bytes, from the base on */
+    CUmemoryPool pool;         /* of kind TB__SHARE_POOL */
     CUmemAccess_flags flags;
     size_t nmappings;
     LIST_ENTRY(import) link;
@@ -62,18 +67,54 @@ static struct {
     bool has_no_read_only; /* the driver gives no access without the right to write */
 } shared = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
+static bool is_vmm(uint32_t kind) {
+    return kind == TB__SHARE_FD || kind == TB__SHARE_FABRIC;
+}
+
 /* ---- Sharing ----------------------------------------------------------------------------------------------------- */
 
-static tb_status add_fd(CUmemGenericAllocationHandle handle, tb__memory_key *key) {
+/* As the driver makes them, a program that is started would have them, too. */
+static void keep_fd(int fd) {
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    tb__fd_mark(fd);
+}
+
+static tb_status add_fd(int fd, tb__memory_key *key) {
+    if (tb__vec_push(&key->fds, fd))
+        return TB_OK;
+    tb__fd_close(fd);
+    return TB_NO_MEMORY;
+}
+
+static tb_status export_fd(CUmemGenericAllocationHandle handle, tb__memory_key *key) {
     int fd = -1;
     CUresult result = tb__cuda.cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     if (result != CUDA_SUCCESS)
         return tb__cuda_fail(result, "a descriptor of GPU memory, beside %zu others", key->fds.count);
-    fcntl(fd, F_SETFD, FD_CLOEXEC);
-    if (tb__vec_push(&key->fds, fd))
-        return TB_OK;
-    close(fd);
-    return TB_NO_MEMORY;
+    keep_fd(fd);
+    return add_fd(fd, key);
+}
+
+CUresult tb__pool_export(CUmemoryPool pool, int *fd) {
+    CUresult result = tb__cuda.cuMemPoolExportToShareableHandle(fd, pool, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    if (result == CUDA_SUCCESS)
+        keep_fd(*fd);
+    return result;
+}
+
+/* The pool first: the driver tells of memory in it once it is shared. */
+static tb_status export_from_pool(const tb__memory_piece *p, tb__memory_key *key) {
+    CUmemPoolPtrExportData data = {0};
+    int fd = -1;
+    CUresult result = tb__pool_export(p->pool, &fd);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "a descriptor of the pool that memory at 0x%llx is of", p->base);
+    TB_TRY(add_fd(fd, key));
+    result = tb__cuda.cuMemPoolExportPointer(&data, p->base);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "cuMemPoolExportPointer of memory at 0x%llx", p->base);
+    tb__pack_raw(&key->bytes, &data, sizeof data);
+    return TB_OK;
 }
 
 /* Puts the piece's handle into the key. */
@@ -87,12 +128,14 @@ static tb_status export_piece(const tb__memory_piece *p, tb__memory_key *key) {
         tb__pack_raw(&key->bytes, bytes, sizeof bytes);
         return TB_OK;
     }
+    if (p->kind == TB__SHARE_POOL)
+        return export_from_pool(p, key);
     CUresult result = tb__cuda.cuMemRetainAllocationHandle(&handle, (void *)p->base);
     if (result != CUDA_SUCCESS)
         return tb__cuda_fail(result, "cuMemRetainAllocationHandle of memory at 0x%llx", p->base);
     tb_status status = TB_OK;
     if (p->kind == TB__SHARE_FD) {
-        status = add_fd(handle, key);
+        status = export_fd(handle, key);
     } else {
         result = tb__cuda.cuMemExportToShareableHandle(bytes, handle, CU_MEM_HANDLE_TYPE_FABRIC, 0);
         if (result != CUDA_SUCCESS)
@@ -155,7 +198,11 @@ static tb_status bad_key(const tb__memory_key *key) {
 }
 
 static bool is_kind(uint32_t kind) {
-    return kind == TB__SHARE_LEGACY || kind == TB__SHARE_FD || kind == TB__SHARE_FABRIC;
+    return is_vmm(kind) || kind == TB__SHARE_LEGACY || kind == TB__SHARE_POOL;
+}
+
+static size_t count_fds(uint32_t kind, size_t npieces) {
+    return kind == TB__SHARE_FD ? npieces : kind == TB__SHARE_POOL;
 }
 
 /* Pieces are side by side and not empty, and the memory ends in the last one. */
@@ -190,8 +237,8 @@ static tb_status parse_key(const tb__memory_key *key, parsed_key *out) {
     memcpy(&out->uuid, uuid, sizeof out->uuid);
     size_t each = (out->id.kind == TB__SHARE_FD ? 0 : HANDLE_NBYTES) + 2 * sizeof(uint64_t);
     out->npieces = (size_t)(u.end - u.at) / each;
-    if (out->npieces == 0 || out->npieces > MOST_PIECES || (out->id.kind == TB__SHARE_LEGACY && out->npieces != 1) ||
-        key->fds.count != (out->id.kind == TB__SHARE_FD ? out->npieces : 0))
+    if (out->npieces == 0 || out->npieces > MOST_PIECES || (!is_vmm(out->id.kind) && out->npieces != 1) ||
+        key->fds.count != count_fds(out->id.kind, out->npieces))
         return bad_key(key);
     out->pieces = tb__calloc(out->npieces, sizeof *out->pieces);
     if (!out->pieces)
@@ -202,27 +249,92 @@ static tb_status parse_key(const tb__memory_key *key, parsed_key *out) {
 /* ---- Importing --------------------------------------------------------------------------------------------------- */
 
 /* The context is current, here and below. */
+static tb_status check_size(const import *it, const parsed_key *key) {
+    tb__memory_piece found;
+    if (tb__memory_find_piece(it->base, &found) && found.base == it->base && found.nbytes == key->nbytes)
+        return TB_OK;
+    return tb__fail(TB_INVALID, "a key of %zu bytes of GPU memory, which has another size", (size_t)key->nbytes);
+}
+
+/* The driver calls a descriptor of anything else an unknown error, which means a broken GPU elsewhere. */
+static CUresult known_error(CUresult result) {
+    return result == CUDA_ERROR_UNKNOWN ? CUDA_ERROR_INVALID_HANDLE : result;
+}
+
 static tb_status open_legacy(import *to, const parsed_key *key) {
     CUipcMemHandle handle;
-    tb__memory_piece found;
     memcpy(&handle, key->pieces[0].handle, sizeof handle);
     CUresult result = tb__cuda.cuIpcOpenMemHandle(&to->base, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
     if (result != CUDA_SUCCESS)
         return tb__cuda_fail(result, "cuIpcOpenMemHandle of %zu bytes on %s", (size_t)key->nbytes, to->gpu->unit);
-    if (tb__memory_find_piece(to->base, &found) && found.base == to->base && found.nbytes == key->nbytes)
-        return TB_OK;
-    tb__cuda.cuIpcCloseMemHandle(to->base);
-    return tb__fail(TB_INVALID, "a key of %zu bytes of GPU memory, which has another size", (size_t)key->nbytes);
+    tb_status status = check_size(to, key);
+    if (status != TB_OK)
+        tb__cuda.cuIpcCloseMemHandle(to->base);
+    return status;
+}
+
+/* cuMemFree would wait for streams that the program has parked, perhaps until this thread does something else. The
+ * owner may free the memory only when this is done, which takes a moment: nothing else is on the stream. */
+static tb_status free_on_stream(const import *it, CUstream stream) {
+    enum { MOST_MS = 1000 };
+    tb__signal *signal;
+    int64_t deadline = tb__now_ms() + MOST_MS;
+    CUresult result = tb__cuda.cuMemFreeAsync(it->base, stream);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(result, "cuMemFreeAsync on %s", it->gpu->unit);
+    TB_TRY(tb__signal_get(it->gpu, &signal));
+    tb_status status = tb__signal_send(signal, stream);
+    while (status == TB_OK && !tb__signal_has_come(signal)) {
+        status = tb__gpu_check(it->gpu);
+        if (status == TB_OK && tb__now_ms() > deadline)
+            status = tb__fail(TB_TIMEOUT, "%s has not freed imported memory within %d ms", it->gpu->unit, MOST_MS);
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+    }
+    tb__signal_put(signal);
+    return status;
+}
+
+static void close_in_pool(const import *it) {
+    CUstream stream = NULL;
+    CUresult result = tb__cuda.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
+    tb_status status = result == CUDA_SUCCESS ? free_on_stream(it, stream)
+                                              : tb__cuda_fail(result, "cuStreamCreate on %s", it->gpu->unit);
+    if (status != TB_OK)
+        tb__log(TB_LOG_WARN, "memory of another process may be held longer: %s", tb_error_detail());
+    if (stream)
+        tb__cuda.cuStreamDestroy(stream);
+    tb__cuda.cuMemPoolDestroy(it->pool);
+}
+
+/* The pool is imported for each memory in it: nothing tells that two descriptors are of the same pool. */
+static tb_status open_in_pool(import *to, const parsed_key *key, const tb__memory_key *given) {
+    CUmemPoolPtrExportData data;
+    memcpy(&data, key->pieces[0].handle, sizeof data);
+    CUresult result = tb__cuda.cuMemPoolImportFromShareableHandle(&to->pool, (void *)(intptr_t)given->fds.item[0],
+                                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    if (result != CUDA_SUCCESS)
+        return tb__cuda_fail(known_error(result), "importing a pool of memory on %s", to->gpu->unit);
+    result = tb__cuda.cuMemPoolImportPointer(&to->base, to->pool, &data);
+    if (result != CUDA_SUCCESS) {
+        tb__cuda.cuMemPoolDestroy(to->pool);
+        return tb__cuda_fail(known_error(result), "importing %zu bytes of a pool on %s", (size_t)key->nbytes,
+                             to->gpu->unit);
+    }
+    tb_status status = check_size(to, key);
+    if (status != TB_OK) {
+        tb__saved_detail why = tb__save_detail();
+        close_in_pool(to);
+        return tb__fail(status, "%s", why.text);
+    }
+    return TB_OK;
 }
 
 static CUresult import_handle(const parsed_key *key, const tb__memory_key *given, size_t i,
                               CUmemGenericAllocationHandle *out) {
     bool is_fd = key->id.kind == TB__SHARE_FD;
     void *handle = is_fd ? (void *)(intptr_t)given->fds.item[i] : (void *)key->pieces[i].handle;
-    CUresult result = tb__cuda.cuMemImportFromShareableHandle(
-        out, handle, is_fd ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_FABRIC);
-    /* The driver calls a descriptor of anything else an unknown error, which means a broken GPU elsewhere. */
-    return result == CUDA_ERROR_UNKNOWN ? CUDA_ERROR_INVALID_HANDLE : result;
+    return known_error(tb__cuda.cuMemImportFromShareableHandle(
+        out, handle, is_fd ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_FABRIC));
 }
 
 static tb_status map_piece(import *to, const parsed_key *key, const tb__memory_key *given, size_t i) {
@@ -277,10 +389,13 @@ static tb_status map_pieces(import *to, const parsed_key *key, const tb__memory_
 static void close_import(import *it) {
     LIST_REMOVE(it, link);
     if (tb__gpu_push(it->gpu) == TB_OK) {
-        if (it->id.kind == TB__SHARE_LEGACY)
+        if (it->id.kind == TB__SHARE_LEGACY) {
             tb__cuda.cuIpcCloseMemHandle(it->base);
-        else
+        } else if (it->id.kind == TB__SHARE_POOL) {
+            close_in_pool(it);
+        } else {
             unmap_pieces(it);
+        }
         tb__gpu_pop();
     }
     free(it);
@@ -301,7 +416,9 @@ static tb_status open_import(tb__gpu *gpu, const parsed_key *key, const tb__memo
     *it = (import){.id = key->id, .gpu = gpu};
     tb_status status = tb__gpu_push(gpu);
     if (status == TB_OK) {
-        status = key->id.kind == TB__SHARE_LEGACY ? open_legacy(it, key) : map_pieces(it, key, given);
+        status = key->id.kind == TB__SHARE_LEGACY ? open_legacy(it, key)
+                 : key->id.kind == TB__SHARE_POOL ? open_in_pool(it, key, given)
+                                                  : map_pieces(it, key, given);
         tb__gpu_pop();
     }
     if (status != TB_OK) {
@@ -357,7 +474,7 @@ tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, bool is_wr
     parsed_key parsed;
     cuda_mapping *mapping = NULL;
     tb_status status = parse_key(key, &parsed);
-    parsed.id.is_writable = is_writable && parsed.id.kind != TB__SHARE_LEGACY; /* which always is */
+    parsed.id.is_writable = is_writable && is_vmm(parsed.id.kind); /* what is not always is */
     if (status == TB_OK) {
         mapping = tb__calloc(1, sizeof *mapping);
         status = mapping ? fill_mapping(device, &parsed, key, mapping) : TB_NO_MEMORY;
@@ -386,7 +503,7 @@ void tb__cuda_unmap(tb__device *device, tb__mapping *given) {
 void tb__share_grant_to_new_gpu(void) {
     pthread_mutex_lock(&shared.lock);
     for (const import *it = LIST_FIRST(&shared.imports); it; it = LIST_NEXT(it, link)) {
-        if (it->id.kind != TB__SHARE_LEGACY && tb__gpu_push(it->gpu) == TB_OK) {
+        if (is_vmm(it->id.kind) && tb__gpu_push(it->gpu) == TB_OK) {
             (void)tb__vmm_grant(it->base, it->nmapped, it->gpu, it->flags);
             tb__gpu_pop();
         }

@@ -11,7 +11,7 @@
 
 enum { NPEERS = 3, MOST_FDS = 16, MOST_KEY = 1024 };
 
-typedef enum memory_kind { LEGACY, VMM, FABRIC, OWN, FREE_ALL } memory_kind;
+typedef enum memory_kind { LEGACY, VMM, FABRIC, POOL, OWN, FREE_ALL } memory_kind;
 
 /* What a peer is asked for: memory of a kind, with the numbers of a seed. FREE_ALL: to free what it has. */
 typedef struct request {
@@ -54,6 +54,11 @@ static CUdeviceptr allocate(const request *r) {
         return alloc_legacy(r->npieces * PIECE);
     if (r->kind == OWN)
         return device->ops->alloc(device, 0, r->npieces * PIECE, &p) == TB_OK ? (CUdeviceptr)p : 0;
+    if (r->kind == POOL) {
+        CUmemoryPool pool = make_pool_on(0, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+        alloc_from_pool_on(0, pool, 1000); /* it is not the first in the pool */
+        return alloc_from_pool_on(0, pool, r->npieces * PIECE);
+    }
     if (r->kind == FABRIC)
         setenv("FAKE_CUDA_FABRIC", "1", 1);
     return alloc_vmm(r->npieces,
@@ -75,7 +80,7 @@ static tb_status answer_request(const request *r, allocation *out, tb__memory_ke
 }
 
 static void free_allocation(const allocation *a) {
-    if (a->kind == LEGACY)
+    if (a->kind == LEGACY || a->kind == POOL)
         free_legacy(a->base);
     else if (a->kind == OWN)
         device->ops->free(device, (void *)a->base);
@@ -216,14 +221,18 @@ static bool has_fabric(void) {
     return true;
 }
 
+static bool has_kind(memory_kind kind) {
+    return kind == FABRIC ? has_fabric() : kind == POOL ? has_shared_pools() : true;
+}
+
 /* ---- Tests ------------------------------------------------------------------------------------------------------- */
 
 static void test_kinds(void **state) {
-    static const size_t nfds[] = {[LEGACY] = 0, [VMM] = 5, [FABRIC] = 0, [OWN] = 1};
+    static const size_t nfds[] = {[LEGACY] = 0, [VMM] = 5, [FABRIC] = 0, [POOL] = 1, [OWN] = 1};
     (void)state;
     for (memory_kind kind = LEGACY; kind <= OWN; kind++) {
         request r = {.kind = kind, .npieces = 5, .seed = (uint32_t)kind + 1};
-        if (kind == FABRIC && !has_fabric())
+        if (!has_kind((memory_kind)kind))
             continue;
         tb__memory_key key = ask(0, r);
         assert_int_equal(key.fds.count, nfds[kind]);
@@ -292,16 +301,21 @@ static void test_writable(void **state) {
 /* Mappings of the same memory share one import, which ends with the last of them. */
 static void test_counted(void **state) {
     const fake_cuda_control *control = need_fake();
-    static const char *const opens[] = {"cuIpcOpenMemHandle", "cuMemImportFromShareableHandle"},
-                             *const closes[] = {"cuIpcCloseMemHandle", "cuMemAddressFree"};
+    static const char *const opens[] =
+        {[LEGACY] = "cuIpcOpenMemHandle", [VMM] = "cuMemImportFromShareableHandle", [POOL] = "cuMemPoolImportPointer"},
+                             *const closes[] = {[LEGACY] = "cuIpcCloseMemHandle",
+                                                [VMM] = "cuMemAddressFree",
+                                                [POOL] = "cuMemPoolDestroy"};
     (void)state;
-    for (int kind = LEGACY; kind <= VMM; kind++) {
+    for (int kind = LEGACY; kind <= POOL; kind++) {
+        if (!opens[kind])
+            continue;
         request r = {.kind = (memory_kind)kind, .npieces = 3, .seed = 7}, other = r;
         other.seed = 8;
         tb__memory_key key = ask(0, r), another = ask(0, other);
         long nopened = control->count_calls(opens[kind]), nclosed = control->count_calls(closes[kind]);
         tb__mapping *a = map(&key), *b = map(&key), *c = map(&another);
-        assert_int_equal(control->count_calls(opens[kind]) - nopened, kind == LEGACY ? 2 : 6);
+        assert_int_equal(control->count_calls(opens[kind]) - nopened, kind == VMM ? 6 : 2);
         assert_true(a->base == b->base && a->base != c->base);
         unmap(a);
         check_numbers(b, r);
@@ -353,13 +367,13 @@ static void test_own_process(void **state) {
 
 /* What was imported stays when its owner frees it, and when its owner is killed. */
 static void test_lifetimes(void **state) {
-    tb__mapping *mappings[4];
-    request r[4];
+    tb__mapping *mappings[OWN + 1];
+    request r[OWN + 1];
     int who = NPEERS - 1;
     (void)state;
     for (int kind = LEGACY; kind <= OWN; kind++) {
         mappings[kind] = NULL;
-        if (kind == FABRIC && !has_fabric())
+        if (!has_kind((memory_kind)kind))
             continue;
         r[kind] = (request){.kind = (memory_kind)kind, .npieces = 2, .seed = (uint32_t)kind + 40};
         tb__memory_key key = ask(who, r[kind]);
@@ -393,6 +407,32 @@ static void test_lifetimes(void **state) {
     tb__memory_key_fini(&held);
 }
 
+/* A stream of the program that is parked holds back some calls of the driver. Unmapping is done by the thread that
+ * would let the stream go on, so it must not wait. */
+static void test_unmap_while_parked(void **state) {
+    (void)state;
+    for (int kind = LEGACY; kind <= POOL; kind++) {
+        tb__gate *gate;
+        if (!has_kind((memory_kind)kind))
+            continue;
+        tb__memory_key key = ask(0, (request){.kind = (memory_kind)kind, .npieces = 2, .seed = 1});
+        tb__mapping *mapping = map(&key);
+        CUstream stream = make_stream(0);
+        assert_ok(device->ops->gate_create(device, &stream, tb__now_ms() + 10000, &gate));
+        int64_t began = tb__now_ms();
+        unmap(mapping);
+        int64_t took = tb__now_ms() - began;
+        device->ops->gate_open(gate);
+        if (fake_cuda())
+            assert_in_range(took, 0, 5000);
+        else
+            printf("  memory of kind %d is unmapped within %ld ms\n", kind, (long)took);
+        assert_cuda(tb__cuda.cuStreamDestroy(stream));
+        tb__memory_key_fini(&key);
+    }
+    ask(0, (request){.kind = FREE_ALL});
+}
+
 /* ---- Keys that are not trusted ----------------------------------------------------------------------------------- */
 
 static void check_bad(const tb__memory_key *key, tb_status status, const char *text) {
@@ -406,6 +446,30 @@ static void put_u64(tb__memory_key *key, size_t from_end, uint64_t value) {
 }
 
 enum { NBYTES_AT = 4 + 8 + 8, UUID_AT = NBYTES_AT + 8 + 8 };
+
+/* Of memory of a pool: a descriptor of another pool, of anything else, none, and another size. */
+static void check_bad_pools(void) {
+    tb__memory_key key = ask(0, (request){.kind = POOL, .npieces = 2}),
+                   other = ask(0, (request){.kind = POOL, .npieces = 2});
+    int fd = key.fds.item[0];
+    key.fds.count = 0;
+    check_bad(&key, TB_INVALID, "malformed");
+    key.fds.count = 1;
+    if (fake_cuda()) { /* who lies about pools is stopped by the driver, in its own words */
+        key.fds.item[0] = other.fds.item[0];
+        check_bad(&key, TB_IO, "importing 4194304 bytes of a pool on cuda:0: CUDA_ERROR_INVALID_VALUE");
+    }
+    key.fds.item[0] = fileno(tmpfile());
+    assert_true(tb__device_map(device, &key, false, &(tb__mapping *){0}) != TB_OK);
+    assert_non_null(strstr(tb_error_detail(), "importing a pool of memory on cuda:0"));
+    key.fds.item[0] = fd;
+    put_u64(&key, 8, 4 * PIECE);
+    check_bad(&key, TB_INVALID, "another size");
+    put_u64(&key, 8, 2 * PIECE);
+    unmap(map(&key));
+    tb__memory_key_fini(&key);
+    tb__memory_key_fini(&other);
+}
 
 static void test_bad_keys(void **state) {
     tb__mapping *none;
@@ -444,7 +508,7 @@ static void test_bad_keys(void **state) {
     check_bad(&key, TB_IO, "piece 2 of 3");
     key.fds.item[1] = fd;
     /* Another kind. */
-    static const uint32_t kinds[] = {0, TB__SHARE_LEGACY, TB__SHARE_FABRIC, 4, UINT32_MAX};
+    static const uint32_t kinds[] = {0, TB__SHARE_LEGACY, TB__SHARE_FABRIC, TB__SHARE_POOL, 5, UINT32_MAX};
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         memcpy(key.bytes.data, &kinds[i], 4);
         check_bad(&key, TB_INVALID, "malformed");
@@ -466,6 +530,8 @@ static void test_bad_keys(void **state) {
     memcpy(key.bytes.data + NBYTES_AT, &(uint64_t){PIECE}, 8);
     check_bad(&key, TB_INVALID, "another size");
     tb__memory_key_fini(&key);
+    if (has_shared_pools())
+        check_bad_pools();
     ask(0, (request){.kind = FREE_ALL});
 }
 
@@ -482,6 +548,8 @@ static void test_failed_calls(void **state) {
                   {"cuMemMap", 0, VMM},
                   {"cuMemMap", 1, VMM},
                   {"cuIpcOpenMemHandle", 0, LEGACY},
+                  {"cuMemPoolImportFromShareableHandle", 0, POOL},
+                  {"cuMemPoolImportPointer", 0, POOL},
                   {"cuCtxPushCurrent", 0, LEGACY}};
     (void)state;
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
@@ -552,11 +620,35 @@ static void test_second_gpu(void **state) {
     assert_null(current_context());
 }
 
+/* Pieces on several GPUs at neighbouring addresses are several memories, which no tensor is in. */
+static void test_split_memory(void **state) {
+    CUdeviceptr p;
+    tb__memory memory;
+    (void)state;
+    if (tb__gpu_count() < 2)
+        skip();
+    assert_cuda(tb__cuda.cuMemAddressReserve(&p, 4 * PIECE, 0, 0, 0));
+    for (int i = 0; i < 2; i++)
+        map_vmm_on(i, p + i * 2 * PIECE, 2, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    for (int i = 0; i < 2; i++) {
+        assert_true(device->ops->find(device, (void *)(p + i * 2 * PIECE), 2 * PIECE, &memory));
+        assert_true(memory.index == i && memory.nbytes == 2 * PIECE && memory.is_shareable);
+    }
+    assert_false(device->ops->find(device, (void *)(p + PIECE), PIECE + 1, &memory));
+    assert_ok(tb__device_check_extent(device, (void *)p, 2 * PIECE));
+    assert_fails(tb__device_check_extent(device, (void *)p, 2 * PIECE + 1), TB_INVALID,
+                 "it begins on cuda:0, and is on cuda:1 from byte 4194304 on");
+    free_vmm(p, 4);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_kinds),    cmocka_unit_test(test_read_only),    cmocka_unit_test(test_writable),
-        cmocka_unit_test(test_counted),  cmocka_unit_test(test_own_process),  cmocka_unit_test(test_lifetimes),
-        cmocka_unit_test(test_bad_keys), cmocka_unit_test(test_failed_calls), cmocka_unit_test(test_second_gpu),
+        cmocka_unit_test(test_kinds),       cmocka_unit_test(test_read_only),
+        cmocka_unit_test(test_writable),    cmocka_unit_test(test_counted),
+        cmocka_unit_test(test_own_process), cmocka_unit_test(test_unmap_while_parked),
+        cmocka_unit_test(test_bad_keys),    cmocka_unit_test(test_failed_calls),
+        cmocka_unit_test(test_second_gpu),  cmocka_unit_test(test_split_memory),
+        cmocka_unit_test(test_lifetimes),
     };
     start_peers();
     need_gpu();

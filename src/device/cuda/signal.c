@@ -94,12 +94,30 @@ tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out) {
 }
 
 tb_status tb__signal_send(tb__signal *signal, CUstream stream) {
+    const char *unit = signal->gpu->unit;
     signal->value++;
-    CUresult result =
+    CUresult written =
         tb__cuda.cuStreamWriteValue32(stream, signal->address, signal->value, CU_STREAM_WRITE_VALUE_DEFAULT);
-    if (result == CUDA_SUCCESS)
+    CUresult recorded = tb__cuda.cuEventRecord(signal->event, stream);
+    signal->is_silent = written != CUDA_SUCCESS;
+    signal->is_recorded = recorded == CUDA_SUCCESS;
+    if (written != CUDA_SUCCESS)
+        return tb__cuda_fail(written, "cuStreamWriteValue32 on a stream of %s", unit);
+    return recorded == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(recorded, "cuEventRecord on a stream of %s", unit);
+}
+
+void tb__signal_ask(tb__signal *signal, CUstream stream) {
+    CUresult result = CUDA_SUCCESS;
+    if (!signal->is_recorded) {
         result = tb__cuda.cuEventRecord(signal->event, stream);
-    return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "a signal on a stream of %s", signal->gpu->unit);
+        signal->is_recorded = result == CUDA_SUCCESS;
+    }
+    if (result == CUDA_SUCCESS)
+        result = tb__cuda.cuEventQuery(signal->event);
+    if (result == CUDA_SUCCESS && signal->is_silent)
+        atomic_store(signal->word, signal->value);
+    else if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
+        (void)tb__cuda_fail(result, "cuEventQuery on %s", signal->gpu->unit);
 }
 
 void tb__signal_hold(tb__signal *signal) {
@@ -110,6 +128,8 @@ void tb__signal_put(tb__signal *signal) {
     if (!signal || atomic_fetch_sub(&signal->refs, 1) > 1)
         return;
     struct tb__signal_pool *pool = signal->gpu->signals;
+    if (signal->is_silent) /* nobody else will */
+        atomic_store(signal->word, signal->value);
     tb__signal **list = tb__signal_has_come(signal) ? &pool->free : &pool->late;
     pthread_mutex_lock(&pool->lock);
     signal->next = *list;

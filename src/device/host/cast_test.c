@@ -21,8 +21,9 @@ enum { LOW_PATTERNS = 4 };
 enum { LOW_PATTERNS = 16 };
 #endif
 
-static const tb_dtype floats[] = {TB_F32, TB_F16, TB_BF16, TB_F8E4M3, TB_F8E5M2};
-enum { NFLOATS = sizeof floats / sizeof *floats };
+static const tb_dtype floats[] = {TB_F32, TB_F16, TB_BF16, TB_F8E4M3, TB_F8E5M2, TB_F64};
+static const tb_dtype integers[] = {TB_U8, TB_U16, TB_U32, TB_U64, TB_I8, TB_I16, TB_I32, TB_I64};
+enum { NFLOATS = sizeof floats / sizeof *floats, NINTEGERS = sizeof integers / sizeof *integers };
 
 static void cast(void *dst, tb_dtype to, const void *src, tb_dtype from, int64_t n) {
     const int64_t stride[1][TB_MAX_DIMS] = {{1}};
@@ -68,7 +69,7 @@ static void check_row(tb_dtype from, tb_dtype to, const void *row, size_t n) {
 
 static void test_narrow_inputs(void **state) {
     (void)state;
-    for (int f = 1; f < NFLOATS; f++) {
+    for (int f = 1; f < NFLOATS - 1; f++) { /* all but f32 and f64 */
         size_t size = number_size(floats[f]), n = 1U << (8 * size);
         uint8_t *row = malloc(n * size);
         for (size_t i = 0; i < n; i++)
@@ -98,10 +99,45 @@ static void test_f32_inputs(void **state) {
     free(row);
 }
 
+/* Random f64, and the ties and overflows of f32, with what is beside them. */
+static void test_f64_inputs(void **state) {
+    (void)state;
+    enum { N = 1 << 15 };
+    rng r = {test_seed()};
+    uint64_t *row = malloc(N * sizeof *row);
+    for (int i = 0; i < N; i++) {
+        uint64_t x = number_random(TB_F64, &r);
+        if (i % 2) { /* within reach of f32, beside a tie of its last place */
+            uint64_t exponent = (uint64_t)rng_range(&r, 1023 - 152, 1023 + 128);
+            x = (x & 0x800fffffe0000000) | exponent << 52 | (0x10000000 + (uint64_t)rng_range(&r, -1, 1));
+        }
+        row[i] = x;
+    }
+    for (int t = 0; t < NFLOATS - 1; t++)
+        check_row(TB_F64, floats[t], row, N);
+    free(row);
+}
+
+/* All pairs: of 8 and 16 bits all inputs, of the others random ones. */
+static void test_integers(void **state) {
+    (void)state;
+    enum { N = 1 << 16 };
+    rng r = {test_seed()};
+    uint8_t *row = malloc(N * sizeof(uint64_t));
+    for (int f = 0; f < NINTEGERS; f++) {
+        size_t size = number_size(integers[f]);
+        for (uint64_t i = 0; i < N; i++)
+            number_store(integers[f], row + i * size, size <= 2 ? i : number_random(integers[f], &r));
+        for (int t = 0; t < NINTEGERS; t++)
+            check_row(integers[f], integers[t], row, N);
+    }
+    free(row);
+}
+
 static void test_lengths_and_alignments(void **state) {
     (void)state;
     rng r = {test_seed()};
-    uint8_t src[4 * 100 + 8], dst[4 * 100 + 8], before[sizeof dst];
+    uint8_t src[8 * 100 + 8], dst[8 * 100 + 8], before[sizeof dst];
     for (int f = 0; f < NFLOATS; f++) {
         for (int t = 0; t < NFLOATS; t++) {
             size_t from_size = number_size(floats[f]), size = number_size(floats[t]);
@@ -186,8 +222,12 @@ static void test_golden_e4m3(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_known_values),           cmocka_unit_test(test_golden_e4m3),
-        cmocka_unit_test(test_narrow_inputs),          cmocka_unit_test(test_f32_inputs),
+        cmocka_unit_test(test_known_values),
+        cmocka_unit_test(test_golden_e4m3),
+        cmocka_unit_test(test_narrow_inputs),
+        cmocka_unit_test(test_f32_inputs),
+        cmocka_unit_test(test_f64_inputs),
+        cmocka_unit_test(test_integers),
         cmocka_unit_test(test_lengths_and_alignments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

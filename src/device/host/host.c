@@ -81,11 +81,11 @@ static tb_status host_share(tb__device *device, const tb__memory *memory, tb__me
     (void)device;
     if (!tb__memory_find(memory->base, memory->nbytes, &file))
         return tb__fail(TB_INVALID, "the memory at %p is no longer of tb_alloc", memory->base);
-    int fd = fcntl(file.fd, F_DUPFD_CLOEXEC, 0);
+    int fd = tb__fd_own(fcntl(file.fd, F_DUPFD_CLOEXEC, 0));
     if (fd < 0)
         return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
     if (fstat(fd, &info) != 0 || !tb__vec_push(&out->fds, fd)) {
-        close(fd);
+        tb__fd_close(fd);
         return TB_NO_MEMORY;
     }
     key k = {.device = info.st_dev,

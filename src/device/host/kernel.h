@@ -2,8 +2,8 @@
  * F16C, which give the same bits; the one that the machine can run is chosen once.
  *
  * Casts round to nearest even. A cast to f8 saturates, infinities included; one to f16 or bf16 overflows to infinity.
- * NaN stays NaN and keeps its sign: f16 and bf16 keep as much of the payload as they have room for, made quiet; f8 has
- * one NaN of each sign. Nothing here needs aligned rows, and no two rows may overlap. */
+ * NaN stays NaN and keeps its sign: f16, bf16 and f32 keep as much of the payload as they have room for, made quiet; f8
+ * has one NaN of each sign. Nothing here needs aligned rows, and no two rows may overlap. */
 #ifndef TB_DEVICE_HOST_KERNEL_H
 #define TB_DEVICE_HOST_KERNEL_H
 

@@ -25,6 +25,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum {
@@ -547,6 +548,24 @@ void tb__memory_abandon(void *base) {
         free(it);
     }
     pthread_mutex_unlock(&pool.lock);
+}
+
+static bool is_mapped(const void *ptr) {
+    char byte;
+    struct iovec here = {&byte, 1}, there = {(void *)(uintptr_t)ptr, 1};
+    return process_vm_readv(getpid(), &here, 1, &there, 1, 0) >= 0 || errno != EFAULT; /* else it can't be asked */
+}
+
+tb_status tb__memory_check_mapped(const void *ptr, size_t nbytes) {
+    bool begins = nbytes == 0 || is_mapped(ptr);
+    if (nbytes == 0 || (begins && is_mapped((const char *)ptr + nbytes - 1)))
+        return TB_OK;
+    if (begins)
+        return tb__fail(TB_INVALID, "its %zu bytes at %p run past the memory that is mapped there", nbytes, ptr);
+    return tb__fail(TB_INVALID,
+                    "its %zu bytes at %p are neither mapped memory of this process nor memory of a device: they were "
+                    "freed, or the address is wrong",
+                    nbytes, ptr);
 }
 
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out) {

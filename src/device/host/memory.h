@@ -24,6 +24,10 @@ bool tb__memory_has_pinned(void); /* whether there is any */
  */
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out);
 
+/* TB_INVALID unless the CPU can read the first and the last of these bytes. Addresses of a device, or of memory that
+ * was freed, would end the program. */
+tb_status tb__memory_check_mapped(const void *ptr, size_t nbytes);
+
 /* An arena of this process that is not given back to the system, for devices that have pinned its pages. */
 typedef struct tb__memory_arena tb__memory_arena;
 typedef struct tb__held_arena {

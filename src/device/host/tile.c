@@ -3,7 +3,9 @@
  * destination is not packed. Rows that are contiguous everywhere are read in place. */
 #include "device/host/tile.h"
 
+#include "base/dtype.h"
 #include "device/host/bytes.h"
+#include "device/host/cast.h"
 #include "device/host/kernel.h"
 
 #include <stdlib.h>
@@ -19,7 +21,7 @@ enum {
 
 /* Scratch for one element may be 8 bytes wide. */
 typedef struct scratch {
-    char acc[TILE * 8], packed[TILE * 8], wire[TILE * 4], out[TILE * 8];
+    char acc[TILE * 8], packed[TILE * 8], wire[TILE * 8], out[TILE * 8];
 } scratch __attribute__((aligned(64)));
 
 /* The part of the copy in as few dimensions as describe it, outermost first. Dimension d steps as dim[d] of the copy
@@ -246,36 +248,15 @@ static void reduce_tile(const nest *n, const int64_t *index, const int64_t *len,
         divide_row(copy->src_dtype, acc, count, copy->avg_divisor);
 }
 
-/* Between two of the dtypes that there are casts for, or the same. */
-static void cast_row(const nest *n, void *dst, tb_dtype to, const void *src, tb_dtype from, size_t count) {
-    if (to == from) {
-        if (dst != src)
-            memcpy(dst, src, count * size_of(to));
-        return;
-    }
-    if (from == TB_F32) {
-        n->kernels->narrow[to](dst, src, count);
-    } else if (to == TB_F32) {
-        n->kernels->widen[from](dst, src, count);
-    } else {
-        float block[256];
-        for (size_t i = 0; i < count; i += 256) {
-            size_t now = count - i < 256 ? count - i : 256;
-            n->kernels->widen[from](block, (const char *)src + i * size_of(from), now);
-            n->kernels->narrow[to]((char *)dst + i * size_of(to), block, now);
-        }
-    }
-}
-
 /* What `row` holds, in dtype `from`, through the wire dtype to `out`. */
 static void finish_row(const nest *n, const void *row, tb_dtype from, void *out, size_t count, char *wire) {
     tb_dtype mid = n->copy->wire_dtype, to = n->copy->dst_dtype;
     if (from == mid || mid == to) {
-        cast_row(n, out, to, row, from, count);
+        tb__cast_row(out, to, row, from, count);
         return;
     }
-    cast_row(n, wire, mid, row, from, count);
-    cast_row(n, out, to, wire, mid, count);
+    tb__cast_row(wire, mid, row, from, count);
+    tb__cast_row(out, to, wire, mid, count);
 }
 
 /* The rows of a tile, a piece of each in turns, so that the processor reads ahead in all of them. */
@@ -322,8 +303,7 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
         const void *row = source_row(n, 0, index, len, count, s->packed);
         finish_row(n, row, copy->src_dtype, out, count, s->wire);
     } else {
-        bool in_f32 = n->kernels->widen[copy->src_dtype];
-        tb_dtype acc_dtype = in_f32 ? TB_F32 : copy->src_dtype;
+        tb_dtype acc_dtype = tb__dtype_is_small_float(copy->src_dtype) ? TB_F32 : copy->src_dtype;
         bool is_final = acc_dtype == copy->wire_dtype && acc_dtype == copy->dst_dtype;
         char *acc = is_final ? out : s->acc;
         reduce_tile(n, index, len, count, acc, s->packed);

@@ -72,7 +72,7 @@ static void mem_unref(struct tb_mem *mem) {
 
 static void close_sent(sent_fds *sent) {
     for (size_t i = 0; i < sent->count; i++)
-        close(sent->item[i]);
+        tb__fd_close(sent->item[i]);
     free(sent->item);
     *sent = (sent_fds){0};
 }
@@ -201,7 +201,7 @@ static tb_status self_send_fds(void *context, int32_t peer, const int *fds, size
         return TB_NO_MEMORY;
     }
     for (; sent.count < nfds; sent.count++) {
-        sent.item[sent.count] = fcntl(fds[sent.count], F_DUPFD_CLOEXEC, 0);
+        sent.item[sent.count] = tb__fd_own(fcntl(fds[sent.count], F_DUPFD_CLOEXEC, 0));
         if (sent.item[sent.count] < 0) {
             tb_status status = tb__fail(TB_IO, "duplicating a descriptor to send: %s", tb__errno_text(errno));
             close_sent(&sent);

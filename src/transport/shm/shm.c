@@ -123,6 +123,11 @@ static tb_status watch_fd(shm *s, int fd, void *what) {
     return epoll_ctl(s->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK : tb__fail(TB_IO, "epoll: %s", strerror(errno));
 }
 
+static uint64_t user_namespace(void) {
+    struct stat info;
+    return stat("/proc/self/ns/user", &info) == 0 ? info.st_ino : 0;
+}
+
 static tb_status open_resources(shm *s) {
     s->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
     s->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -130,6 +135,7 @@ static tb_status open_resources(shm *s) {
     if (s->epoll < 0 || s->wake < 0 || s->retry < 0)
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     (void)tb__process_start_time(getpid(), &s->start_time);
+    s->user_namespace = user_namespace();
     TB_TRY(open_control(s));
     TB_TRY(open_listener(s));
     TB_TRY(watch_fd(s, s->listener, &s->listen_watch));
@@ -243,14 +249,9 @@ static tb_status shm_open_endpoint(const tb_transport_env *env, void **context) 
     return TB_OK;
 }
 
-static uint64_t user_namespace(void) {
-    struct stat info;
-    return stat("/proc/self/ns/user", &info) == 0 ? info.st_ino : 0;
-}
-
 static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     shm *s = context;
-    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .users = user_namespace(), .user = geteuid()};
+    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .users = s->user_namespace, .user = geteuid()};
     if (*nbytes < sizeof a)
         return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
     memcpy(a.name, s->name, sizeof a.name);
@@ -262,11 +263,11 @@ static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
 /* Only processes of the same user connect. User ids of different namespaces can't be compared; then accept checks them.
  */
 static bool shm_reaches(void *context, const void *bytes, size_t nbytes) {
-    (void)context;
+    const shm *s = context;
     address a;
     if (nbytes != sizeof a || (memcpy(&a, bytes, sizeof a), a.version != SHM_VERSION))
         return true; /* shm_connect reports the error */
-    if (a.users != user_namespace() || a.user == geteuid())
+    if (a.users != s->user_namespace || a.user == geteuid())
         return true;
     tb__set_detail("it runs as user %" PRIu64 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
     return false;
@@ -367,19 +368,27 @@ static bool open_peer_process(shm *s, shm_peer *peer, int fd, const shm_hello *h
     socklen_t length = sizeof who;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
         return false;
-    peer->pid = who.pid;
-    peer->pidfd = who.pid > 0 ? tb__fd_own((int)syscall(SYS_pidfd_open, who.pid, 0)) : -1;
-    if (peer->pidfd < 0 && tb__is_out_of_descriptors(errno))
+    if (who.uid != geteuid()) {
+        errno = EPERM;
         return false;
-    if (peer->pidfd < 0)
+    }
+    peer->pid = who.pid;
+    bool is_here = who.pid == getpid(); /* it ends with this process, or closes its socket */
+    peer->pidfd = who.pid > 0 && !is_here ? tb__fd_own((int)syscall(SYS_pidfd_open, who.pid, 0)) : -1;
+    if (peer->pidfd < 0 && !is_here && tb__is_out_of_descriptors(errno))
+        return false;
+    if (peer->pidfd < 0 && !is_here)
         return true; /* another pid namespace: only the socket shows its end, and its memory can't be read */
     peer->watch = WATCH_PROCESS;
-    if (watch_fd(s, peer->pidfd, peer) != TB_OK)
+    if (peer->pidfd >= 0 && watch_fd(s, peer->pidfd, peer) != TB_OK)
         return false;
     uint64_t probe = 0, started = 0;
     struct iovec here = {&probe, sizeof probe};
     struct iovec there = {(void *)(uintptr_t)hello->probe_address, sizeof probe}; // NOLINT(performance-no-int-to-ptr)
-    (void)tb__process_start_time(who.pid, &started);
+    if (is_here)
+        started = s->start_time; /* reading it takes as long as the process has threads */
+    else
+        (void)tb__process_start_time(who.pid, &started);
     peer->can_read = started == hello->start_time &&
                      process_vm_readv(who.pid, &here, 1, &there, 1, 0) == sizeof probe && probe == hello->probe;
     return true;
@@ -426,6 +435,8 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     link->peer = peer;
     peer->in = link;
     shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, NULL, 0);
+    if (s->env.reached)
+        s->env.reached(s->env.arg, peer->rank);
     return true;
 }
 
@@ -547,6 +558,7 @@ static int shm_fd(void *context) {
 const tb_transport_ops tb__shm_ops = {
     .size = sizeof tb__shm_ops,
     .name = "shm",
+    .reports_strangers = true,
     .memory = 1U << TB_MEM_HOST,
     .is_local = true,
     .open = shm_open_endpoint,

@@ -214,11 +214,12 @@ struct shm {
     tb_transport_env env;
     shm_watch_kind listen_watch, wake_watch, retry_watch; /* epoll's data */
     int epoll, listener, wake;
-    int retry;             /* timer of shm_retry, after a shortage of descriptors */
-    bool is_accept_paused; /* until then */
-    int64_t warn_again_ms; /* when a shortage may be logged again */
-    uint64_t start_time;   /* of this process */
-    char name[32];         /* of the listener, in the abstract namespace */
+    int retry;               /* timer of shm_retry, after a shortage of descriptors */
+    bool is_accept_paused;   /* until then */
+    int64_t warn_again_ms;   /* when a shortage may be logged again */
+    uint64_t start_time;     /* of this process */
+    uint64_t user_namespace; /* its inode */
+    char name[32];           /* of the listener, in the abstract namespace */
     shm_control *control;
     int control_fd;
     uint64_t next_serial, next_epoch, next_file, next_fds;

@@ -3,6 +3,7 @@
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
+#include "base/process.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -37,7 +38,7 @@ static size_t find_sent(const shm_peer *peer, uint64_t id) {
 
 static void close_sent(shm_sent_fds *sent) {
     for (size_t i = 0; i < sent->fds.count; i++)
-        close(sent->fds.item[i]);
+        tb__fd_close(sent->fds.item[i]);
     free(sent->fds.item);
 }
 

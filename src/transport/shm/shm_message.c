@@ -1,6 +1,8 @@
 /* Sends and receives: inside the socket, read from the sender's memory, or through the ring. */
 #include "transport/shm/shm.h"
 
+#include "base/process.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -93,13 +95,12 @@ static shm_posted *find_long(const tb__waiters *list, uint64_t serial) {
 
 static bool make_ring(shm *s, shm_peer *peer) {
     size_t nbytes = (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE;
-    int fd = memfd_create("tensorbus-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = tb__fd_own(memfd_create("tensorbus-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (fd >= 0 && ftruncate(fd, (off_t)nbytes) == 0)
         peer->ring_out = shm_map_fd(fd, nbytes);
     if (!peer->ring_out) {
         shm_retry_later(s, "make a ring of shared memory", errno);
-        if (fd >= 0)
-            close(fd);
+        tb__fd_close(fd);
         return false;
     }
     peer->ring_free = (1U << SHM_RING_SLOTS) - 1;

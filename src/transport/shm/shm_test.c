@@ -172,7 +172,8 @@ static void a_killed_peer_is_noticed(void **state) {
         for (size_t i = 0; i < MEMORY; i++)
             assert_int_equal(got[i], (unsigned char)(i * 7));
     }
-    kill(o.pid, SIGSTOP); /* so that nobody takes the message */
+    assert_int_equal(kill(o.pid, SIGSTOP), 0); /* so that nobody takes the message */
+    assert_int_equal(waitpid(o.pid, NULL, WUNTRACED), o.pid);
     make_op(&send, TB_OP_SEND, 1, 2, &out, 1);
     make_op(&waiting, TB_OP_RECV, 1, 3, &more, 1);
     assert_int_equal(tb__transport_post(&o.here, &send), TB_OK);

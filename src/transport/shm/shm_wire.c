@@ -2,6 +2,7 @@
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
+#include "base/process.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -63,7 +64,7 @@ int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *dat
 
 static void close_all(const int *fds, size_t nfds) {
     for (size_t i = 0; i < nfds; i++)
-        close(fds[i]);
+        tb__fd_close(fds[i]);
 }
 
 void shm_fds_close(shm_fds *fds) {
@@ -105,7 +106,7 @@ tb_status shm_link_send_copies(shm *s, shm_link *link, const shm_frame *frame, c
     if (link->queue_count == 0 && shm_link_try(link, frame, NULL, 0, fds, nfds) == 0)
         return TB_OK;
     for (size_t i = 0; i < nfds; i++) {
-        copies[i] = fcntl(fds[i], F_DUPFD_CLOEXEC, 0); /* it may be closed before it is sent */
+        copies[i] = tb__fd_own(fcntl(fds[i], F_DUPFD_CLOEXEC, 0)); /* it may be closed before it is sent */
         if (copies[i] < 0) {
             tb_status status = tb__fail(TB_IO, "duplicating a descriptor to send: %s", tb__errno_text(errno));
             close_all(copies, i);
@@ -151,7 +152,8 @@ static void collect_fds(struct msghdr *message, shm_fds *fds) {
             continue;
         size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); /* the buffer has room for SHM_MAX_FDS */
         memcpy(fds->item + fds->count, CMSG_DATA(c), count * sizeof(int));
-        fds->count += count;
+        for (size_t end = fds->count + count; fds->count < end; fds->count++)
+            tb__fd_mark(fds->item[fds->count]);
     }
 }
 
@@ -164,20 +166,20 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
     struct msghdr message = {
         .msg_iov = parts, .msg_iovlen = 2, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
     ssize_t n;
-    *is_empty = false;
     fds->count = 0;
     fds->is_short = false;
+    tb__delay_forks();
     do {
         n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     } while (n < 0 && errno == EINTR);
     if (n < 0 && errno == ECONNRESET) /* reported once, before frames that the other end has sent */
         n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-        *is_empty = true;
-        return 0;
-    }
+    *is_empty = n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
     if (n > 0)
         collect_fds(&message, fds);
+    tb__allow_forks();
+    if (*is_empty)
+        return 0;
     /* The kernel drops descriptors that exceed the process's limit; the frame itself is valid. */
     fds->is_short = n > 0 && message.msg_flags & MSG_CTRUNC;
     bool is_good = n >= (ssize_t)sizeof *frame && !(message.msg_flags & MSG_TRUNC);

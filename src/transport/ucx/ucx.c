@@ -134,6 +134,10 @@ static void make_settings(const ucx *u, ucp_config_t *config) {
     set_config(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
     set_config(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
     set_config(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y");
+    tb__text devices = {0};
+    if (ucx_list_private_devices(&devices) && devices.data && !devices.failed)
+        set_config(u, config, "UCX_NET_DEVICES", "NET_DEVICES", devices.data);
+    tb__text_fini(&devices);
 }
 
 static tb_status open_context(ucx *u) {
@@ -147,6 +151,15 @@ static tb_status open_context(ucx *u) {
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);
     return status == UCS_OK ? TB_OK : ucx_fail_by_choice(u, "opening UCX", status, TB_IO);
+}
+
+/* UCX's callback. Hellos are tagged messages, which have a code. */
+static ucs_status_t on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
+                                      const ucp_am_recv_param_t *param) {
+    uint16_t kind = UCX_HELLO;
+    if (header_length >= sizeof kind)
+        memcpy(&kind, header, sizeof kind);
+    return kind == UCX_HELLO ? UCS_OK : ucx_on_active_message(arg, header, header_length, data, nbytes, param);
 }
 
 static tb_status open_worker(ucx *u) {
@@ -170,7 +183,7 @@ static tb_status open_worker(ucx *u) {
                                                     UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
                                       .id = UCX_ACTIVE_MESSAGE,
                                       .flags = UCP_AM_FLAG_WHOLE_MSG,
-                                      .cb = ucx_on_active_message,
+                                      .cb = on_active_message,
                                       .arg = u};
     status = u->call->worker_set_am_recv_handler(u->worker, &handler);
     return status == UCS_OK ? TB_OK : fail_by_status(u, "setting a handler of UCX", status);
@@ -346,6 +359,9 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     if (!u)
         return TB_NO_MEMORY;
     u->env = *env;
+    if (env->key)
+        memcpy(u->key.bytes, env->key, sizeof u->key.bytes);
+    u->env.key = NULL;
     u->epoll = u->wake = u->timer = u->guard = u->quit = -1;
     u->lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     tb_status status = open_resources(u);
@@ -378,6 +394,9 @@ static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nb
         peer = ucx_replace_peer(peer, peer->number + 1);
     if (!peer)
         return TB_NO_MEMORY;
+    if (peer->is_stranger && peer->id != head.id)
+        ucx_forget_stranger(peer);
+    peer->is_stranger = false;
     bool was_there = peer->ep;
     TB_TRY(ucx_connect_endpoint(peer, address, nbytes));
     if (was_there)
@@ -489,6 +508,7 @@ void ucx_progress_worker(ucx *u) {
 static tb_status progress_locked(ucx *u) {
     u->nprogress_calls++;
     ucx_sockets_guard(u);
+    ucx_listen_again(u);
     for (int i = 0; i < MAX_PROGRESS_CALLS; i++) {
         clear_wake(u);
         unsigned did = u->call->worker_progress(u->worker);
@@ -523,6 +543,7 @@ static int ucx_fd(void *context) {
 const tb_transport_ops tb__ucx_ops = {
     .size = sizeof tb__ucx_ops,
     .name = "ucx",
+    .reports_strangers = true,
     .memory = 1U << TB_MEM_HOST,
     .open = ucx_open,
     .close = ucx_close,

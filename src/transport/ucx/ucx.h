@@ -26,6 +26,7 @@
 #define TB_TRANSPORT_UCX_UCX_H
 
 #include "base/index.h"
+#include "base/proof.h"
 #include "transport/message.h"
 #include "transport/ucx/ucx_load.h"
 
@@ -33,7 +34,7 @@
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 5,
+    UCX_VERSION = 6,
     UCX_ACTIVE_MESSAGE = 1,    /* id of our handler */
     UCX_CHUNK_SIZE = 60 << 10, /* with headers, one segment of UCX's TCP */
     UCX_WINDOW = 16,           /* chunks in flight to one peer */
@@ -51,7 +52,8 @@ enum {
 
 typedef enum ucx_kind {
     UCX_HELLO,   /* first, a tagged message of UCX; tag: whether the sender's loop has a thread; number: of the
-                    connection, 0 means 1; carries the sender's address */
+                    connection, 0 means 1; carries a ucx_challenge and the sender's address */
+    UCX_PROOF,   /* second; carries the sender's proof */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_REVOKE,  /* id, tag: the long message is withdrawn */
     UCX_DONE,    /* back: id: the long message is received, or has no receive any more */
@@ -66,7 +68,7 @@ typedef enum ucx_kind {
 typedef struct ucx_frame {
     uint16_t kind, is_expected; /* is_expected: of short messages, as in tb_op */
     int32_t rank;               /* the sender's */
-    uint64_t from;              /* ucx_connection_id of the sender and the connection */
+    uint64_t from;              /* of a hello, ucx_connection_id; of others, the connection's secret id */
     uint64_t serial;            /* counts the sender's frames to this receiver, except chunks */
     uint64_t id;                /* of a long message, at its sender */
     uint64_t tag, nbytes;
@@ -127,6 +129,7 @@ typedef struct ucx_span {
 typedef struct ucx_successor {
     uint64_t number;
     bool is_driven;
+    tb__proof_end end;
     size_t nbytes;
     unsigned char address[];
 } ucx_successor;
@@ -136,12 +139,18 @@ typedef struct ucx_successor {
 struct ucx_peer {
     ucx *owner;
     int32_t rank;
-    uint64_t id;            /* of the peer's process; 0: not known yet */
-    uint64_t number;        /* of the connection, from 1 */
-    ucp_ep_h ep;            /* NULL: none, or closed */
-    uint64_t nendpoints;    /* that were created for the peer, in all its connections */
-    bool has_hello;         /* its hello has arrived */
-    unsigned char *address; /* of a peer without hello, to send ours again */
+    uint64_t id;                /* of the peer's process; 0: not known yet */
+    uint64_t number;            /* of the connection, from 1 */
+    ucp_ep_h ep;                /* NULL: none, or closed */
+    uint64_t nendpoints;        /* that were created for the peer, in all its connections */
+    tb__proof_end mine, theirs; /* of our hello, and of the peer's, */
+    bool has_challenge;         /* which has arrived, */
+    bool is_challenge_driven;   /* and what it says of the peer's loop */
+    uint64_t id_out, id_in;     /* ucx_frame.from, known to those who have the key */
+    bool has_hello;             /* its proof has arrived, too: it belongs to the bus */
+    bool is_stranger;           /* it has begun, and has not proved yet that it belongs to the bus, */
+    unsigned stranger_beats;    /* for so many heartbeats */
+    unsigned char *address;     /* of a peer without hello, to send ours again */
     size_t address_nbytes;
     unsigned unanswered_beats;     /* heartbeats since our last hello, until the peer's arrives, */
     unsigned max_unanswered_beats; /* and the limit */
@@ -183,6 +192,10 @@ struct ucx {
     tb_transport_env env;
     bool is_user; /* ucx_begin_use has been called */
     uint64_t id;  /* random: tells processes of the same rank apart */
+    tb__proof_key key;
+    tb__proof_end hello_end; /* of the hello that is being handled */
+    bool is_deaf;            /* no hello is received until a stranger has proved itself or is given up */
+    int64_t warn_again_ms;   /* when a refused hello may be logged again */
     ucp_context_h context;
     ucp_worker_h worker;
     unsigned char *address; /* ours, as peers get it */
@@ -244,6 +257,17 @@ typedef struct ucx_address {
     uint64_t nbytes, checksum;
 } ucx_address;
 
+/* Comes before the address in a hello. */
+typedef struct ucx_challenge {
+    uint8_t nonce[TB__PROOF_NONCE];
+    uint8_t code[TB__SHA256_NBYTES]; /* HMAC of the hello, with zeros in this place: who can't make it has not the key,
+                                        and UCX never sees its address */
+} ucx_challenge;
+
+/* What we keep for processes that have not proved yet that they belong to the bus: so many peers with an address. */
+enum { UCX_STRANGERS = 64, UCX_STRANGER_NBYTES = 4096 };
+_Static_assert(sizeof(ucx_peer) + TB_ADDRESS_MAX <= UCX_STRANGER_NBYTES, "a stranger takes at most 4 KiB");
+
 tb_status ucx_check_address(const void *address, size_t nbytes, ucx_address *head);
 /* Creates an endpoint to the worker with this address, if the peer has none, and sends our hello. */
 tb_status ucx_connect_endpoint(ucx_peer *peer, const void *address, size_t nbytes);
@@ -262,8 +286,14 @@ void ucx_stop_receiving_hellos(ucx *u);
 void ucx_send_hello(ucx_peer *peer);
 /* The frame is sent when the peer's hello has arrived. */
 void ucx_queue_until_hello(ucx_transfer *t);
-/* The peer's hello has arrived. */
-void ucx_complete_handshake(ucx_peer *peer, bool is_driven);
+/* The peer's hello, with u->hello_end, has arrived: sends our proof. */
+void ucx_answer_hello(ucx_peer *peer, bool is_driven);
+/* The peer's proof has arrived. False: it does not have the token. */
+bool ucx_on_proof(ucx_peer *peer, const unsigned char *proof, size_t nbytes);
+/* Drops what a stranger with the rank of another process has left. */
+void ucx_forget_stranger(ucx_peer *peer);
+/* Receives hellos again, if there are fewer strangers than UCX_STRANGERS. */
+void ucx_listen_again(ucx *u);
 /* A new connection begins when a hello was not answered for so many heartbeats; the second is for connections after a
  * loss. */
 enum { UCX_HELLO_BEATS = 8, UCX_HELLO_BEATS_AGAIN = 2 };
@@ -330,6 +360,11 @@ void ucx_record_traffic(ucx_peer *peer, bool is_chunk);
 /* Call after ucp_worker_progress has returned 0, so that pending frames count. */
 void ucx_heartbeat(ucx *u);
 void ucx_stop_backup_driver(ucx *u);
+
+/* ucx_interfaces.c */
+
+/* The network devices without a public address, as UCX_NET_DEVICES lists them. False: all are. */
+bool ucx_list_private_devices(tb__text *out);
 
 /* ucx_sockets.c: sockets of UCX that child processes would inherit. */
 

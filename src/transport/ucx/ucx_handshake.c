@@ -1,4 +1,10 @@
-/* The handshake with a peer. Each end sends a hello, and nothing else before the other's hello has arrived.
+/* The handshake with a peer. Each end sends a hello, and nothing else before the other's hello has arrived. Then each
+ * sends its proof (base/proof.h), and nothing else before the other's proof has arrived.
+ *
+ * A hello carries a code that shows that its sender has the key, so that nothing is kept for others, and UCX does not
+ * see their addresses. A hello can be recorded and sent again; the proof can't, because it covers the nonces of both
+ * ends. All later frames carry an id that is made of the nonces and the key: a frame without it is dropped. A process
+ * that has sent a hello that was not asked for is a stranger until its proof has arrived.
  *
  * Hellos carry the number of the connection. An end that has lost a connection, and connects again, sends a hello with
  * the next number. An end that receives a higher number than its own loses its connection, if it has not yet, and
@@ -28,7 +34,8 @@
 
 enum {
     HELLO_TAG = UCX_MAGIC,
-    HELLO_ROOM = sizeof(ucx_frame) + TB_ADDRESS_MAX,
+    HELLO_HEAD = sizeof(ucx_frame) + sizeof(ucx_challenge),
+    HELLO_ROOM = HELLO_HEAD + TB_ADDRESS_MAX,
     MAX_AHEAD = 100000,   /* how much higher than ours the number of a hello may be */
     MAX_HELLO_BEATS = 64, /* beats */
 };
@@ -180,14 +187,18 @@ void ucx_accept_successor(ucx_peer *lost) {
     ucx_peer *peer = ucx_replace_peer(lost, next->number);
     if (peer && ucx_connect_endpoint(peer, next->address, next->nbytes) == TB_OK) {
         peer->serial_in = 1; /* the hello was serial 0 */
-        ucx_complete_handshake(peer, next->is_driven);
+        peer->owner->hello_end = next->end;
+        ucx_answer_hello(peer, next->is_driven);
     }
     free(next);
 }
 
-/* Restarts, with a higher number, a connection that has carried only our hello. */
+/* Restarts, with a higher number, a connection that has carried only hellos and our proof. */
 static void restart_connection(ucx_peer *peer, uint64_t number, const void *address, size_t nbytes) {
     ucx_close_endpoint(peer);
+    tb__match_free(&peer->owner->early, peer->rank);
+    peer->has_challenge = false;
+    peer->serial_in = 0;
     peer->number = number;
     if (ucx_connect_endpoint(peer, address, nbytes) != TB_OK)
         ucx_fail_peer(peer, "it can't be connected to");
@@ -196,9 +207,16 @@ static void restart_connection(ucx_peer *peer, uint64_t number, const void *addr
 /* Whether the hello belongs to our connection with the peer. One with a higher number replaces the connection. Invalid
  * hellos of number 1 pass, for ucx_on_active_message to reject. */
 static bool is_current_hello(ucx *u, const ucx_frame *frame, const void *address, size_t nbytes) {
-    ucx_successor next = {frame->number > 1 ? frame->number : 1, frame->tag, nbytes};
+    ucx_successor next = {.number = frame->number > 1 ? frame->number : 1,
+                          .is_driven = frame->tag,
+                          .end = u->hello_end,
+                          .nbytes = nbytes};
     ucx_peer *peer = frame->rank >= 0 ? ucx_find_or_add(u, frame->rank) : NULL;
     uint64_t id = id_of(address, nbytes);
+    if (peer && peer->is_stranger && !peer->is_lost && peer->id != id)
+        ucx_forget_stranger(peer);
+    if (peer && peer->id == 0 && id != 0)
+        peer->is_stranger = true;
     if (!peer || id == 0 || (peer->id != 0 && peer->id != id) || next.number > peer->number + MAX_AHEAD)
         return next.number == 1;
     if (peer->id == 0)
@@ -206,7 +224,7 @@ static bool is_current_hello(ucx *u, const ucx_frame *frame, const void *address
     if (next.number < peer->number && !peer->has_hello && peer->max_unanswered_beats < MAX_HELLO_BEATS)
         peer->max_unanswered_beats *= 2; /* the peer answers, but late */
     if (next.number == peer->number && !ucx_has_failed(peer))
-        return !peer->has_hello;
+        return !peer->has_challenge;
     if (next.number <= peer->number || (peer->successor && peer->successor->number > next.number))
         return false;
     if (!ucx_has_failed(peer) && !peer->has_hello) {
@@ -221,14 +239,82 @@ static bool is_current_hello(ucx *u, const ucx_frame *frame, const void *address
     return false;
 }
 
+static void make_code(const ucx *u, unsigned char *hello, size_t nbytes, uint8_t out[TB__SHA256_NBYTES]) {
+    memset(hello + sizeof(ucx_frame) + offsetof(ucx_challenge, code), 0, TB__SHA256_NBYTES);
+    tb__hmac_sha256(u->key.bytes, sizeof u->key.bytes, hello, nbytes, out);
+}
+
+/* The id of a process with this rank, in proofs. */
+static void write_end_id(tb__proof_end *end, uint64_t id, int32_t rank) {
+    memset(end->id, 0, sizeof end->id);
+    memcpy(end->id, &id, sizeof id);
+    memcpy(end->id + sizeof id, &rank, sizeof rank);
+}
+
+/* Whether the hello's sender has the key; then hello_end is its end. */
+static bool is_hello_genuine(ucx *u, const ucx_frame *frame, size_t nbytes) {
+    ucx_challenge challenge;
+    uint8_t code[TB__SHA256_NBYTES];
+    memcpy(&challenge, u->hello + sizeof *frame, sizeof challenge);
+    make_code(u, u->hello, nbytes, code);
+    write_end_id(&u->hello_end, id_of(u->hello + HELLO_HEAD, nbytes - HELLO_HEAD), frame->rank);
+    memcpy(u->hello_end.nonce, challenge.nonce, sizeof challenge.nonce);
+    return tb__is_equal_in_constant_time(code, challenge.code, sizeof code);
+}
+
 static void on_hello(ucx *u, ucs_status_t status, size_t nbytes) {
     ucx_frame frame;
-    if (status != UCS_OK || nbytes < sizeof frame)
+    if (status != UCS_OK || nbytes < HELLO_HEAD)
         return;
     memcpy(&frame, u->hello, sizeof frame);
-    if (frame.kind == UCX_HELLO && is_current_hello(u, &frame, u->hello + sizeof frame, nbytes - sizeof frame))
-        ucx_on_active_message(u, &frame, sizeof frame, u->hello + sizeof frame, nbytes - sizeof frame,
+    const unsigned char *address = u->hello + HELLO_HEAD;
+    bool is_genuine = is_hello_genuine(u, &frame, nbytes);
+    if (is_genuine && (frame.rank == u->env.rank || id_of(address, nbytes - HELLO_HEAD) == u->id)) {
+        if (tb__may_warn(&u->warn_again_ms))
+            tb__log(TB_LOG_WARN, "ucx: a hello was refused: it is our own, or claims our rank %" PRId32, frame.rank);
+        return;
+    }
+    if (!is_genuine) {
+        if (tb__may_warn(&u->warn_again_ms))
+            tb__log(TB_LOG_WARN,
+                    "ucx: a hello from a process that claims rank %" PRId32
+                    " was refused: its sender does not have the token of the bus",
+                    frame.rank);
+        return;
+    }
+    if (frame.kind == UCX_HELLO && is_current_hello(u, &frame, address, nbytes - HELLO_HEAD))
+        ucx_on_active_message(u, &frame, sizeof frame, u->hello + HELLO_HEAD, nbytes - HELLO_HEAD,
                               &(ucp_am_recv_param_t){0});
+}
+
+static size_t count_strangers(const ucx *u) {
+    size_t count = 0;
+    for (size_t i = 0; i < u->peers.count; i++)
+        count += u->peers.item[i]->is_stranger && !ucx_has_failed(u->peers.item[i]);
+    return count;
+}
+
+static bool is_crowded(ucx *u) {
+    u->is_deaf = count_strangers(u) >= UCX_STRANGERS;
+    return u->is_deaf;
+}
+
+void ucx_listen_again(ucx *u) {
+    if (u->is_deaf && !is_crowded(u) && ucx_receive_hellos(u) != TB_OK)
+        tb__log(TB_LOG_ERROR, "%s", tb_error_detail());
+}
+
+void ucx_forget_stranger(ucx_peer *peer) {
+    ucx_close_endpoint(peer);
+    tb__match_free(&peer->owner->early, peer->rank);
+    free(peer->address);
+    peer->address = NULL;
+    free(peer->successor);
+    peer->successor = NULL;
+    peer->id = peer->nendpoints = peer->serial_in = 0;
+    peer->number = 1;
+    peer->has_challenge = peer->is_stranger = false;
+    peer->stranger_beats = 0;
 }
 
 static void on_hello_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *arg) {
@@ -236,7 +322,7 @@ static void on_hello_received(void *request, ucs_status_t status, const ucp_tag_
     u->listening = NULL;
     on_hello(u, status, info->length);
     u->call->request_free(request);
-    if (status != UCS_ERR_CANCELED && ucx_receive_hellos(u) != TB_OK)
+    if (status != UCS_ERR_CANCELED && !is_crowded(u) && ucx_receive_hellos(u) != TB_OK)
         tb__log(TB_LOG_ERROR, "%s", tb_error_detail());
 }
 
@@ -259,6 +345,8 @@ tb_status ucx_receive_hellos(ucx *u) {
             return TB_OK;
         }
         on_hello(u, UCS_OK, info.length); /* it had arrived already */
+        if (is_crowded(u))
+            return TB_OK;
     }
 }
 
@@ -274,17 +362,28 @@ void ucx_stop_receiving_hellos(ucx *u) {
 void ucx_send_hello(ucx_peer *peer) {
     ucx *u = peer->owner;
     ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven, .number = peer->number};
-    size_t nbytes = sizeof frame + u->address_nbytes;
+    size_t nbytes = HELLO_HEAD + u->address_nbytes;
+    ucx_challenge challenge = {0};
     ucx_transfer *t = ucx_new_transfer(peer, &frame, nbytes, nbytes);
     if (!t) {
         ucx_fail_peer(peer, "no memory to send it a frame");
         return;
     }
+    if (tb__random_bytes(challenge.nonce, sizeof challenge.nonce) != TB_OK) {
+        ucx_release(t);
+        ucx_fail_peer(peer, "there are no random numbers for a hello");
+        return;
+    }
+    write_end_id(&peer->mine, u->id, u->env.rank);
+    memcpy(peer->mine.nonce, challenge.nonce, sizeof challenge.nonce);
     peer->serial_out = 0; /* a hello is the first frame, also of a restarted connection */
     peer->unanswered_beats = 0;
     ucx_set_sender(t);
     memcpy(t->data, &t->frame, sizeof t->frame);
-    memcpy(t->data + sizeof t->frame, u->address, u->address_nbytes);
+    memcpy(t->data + sizeof t->frame, &challenge, sizeof challenge);
+    memcpy(t->data + HELLO_HEAD, u->address, u->address_nbytes);
+    make_code(u, t->data, nbytes, challenge.code);
+    memcpy(t->data + sizeof t->frame, &challenge, sizeof challenge);
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
                                  .cb.send = ucx_on_sent,
                                  .user_data = t};
@@ -313,9 +412,35 @@ static ucx_transfer *take_queued(ucx_peer *peer) {
     return t;
 }
 
-void ucx_complete_handshake(ucx_peer *peer, bool is_driven) {
+/* The secret id of the frames from one end to the other. */
+static uint64_t secret_id(const ucx *u, const tb__proof_end *from, const tb__proof_end *to) {
+    uint8_t bytes[TB__PROOF_NBYTES];
+    uint64_t id;
+    tb__proof_make(&u->key, "connection", UCX_VERSION, from, to, bytes);
+    memcpy(&id, bytes, sizeof id);
+    return id;
+}
+
+void ucx_answer_hello(ucx_peer *peer, bool is_driven) {
+    ucx *u = peer->owner;
+    peer->theirs = u->hello_end;
+    peer->has_challenge = true;
+    peer->is_challenge_driven = is_driven;
+    peer->id_out = secret_id(u, &peer->mine, &peer->theirs);
+    peer->id_in = secret_id(u, &peer->theirs, &peer->mine);
+    ucx_transfer *t = ucx_new_transfer(peer, &(ucx_frame){.kind = UCX_PROOF}, TB__PROOF_NBYTES, TB__PROOF_NBYTES);
+    if (!t) {
+        ucx_fail_peer(peer, "no memory to send it a frame");
+        return;
+    }
+    tb__proof_make(&u->key, "rank", UCX_VERSION, &peer->mine, &peer->theirs, t->data);
+    ucx_send_transfer(t, NULL);
+}
+
+static void complete_handshake(ucx_peer *peer) {
     peer->has_hello = true;
-    peer->is_driven = is_driven;
+    peer->is_stranger = false;
+    peer->is_driven = peer->is_challenge_driven;
     peer->reached_changed = true;
     free(peer->address);
     peer->address = NULL;
@@ -326,6 +451,16 @@ void ucx_complete_handshake(ucx_peer *peer, bool is_driven) {
     if (peer->number > 1)
         ucx_ping(peer); /* our hello may have been ignored as late */
     ucx_send_chunks(peer);
+}
+
+bool ucx_on_proof(ucx_peer *peer, const unsigned char *proof, size_t nbytes) {
+    if (peer->has_hello)
+        return false;
+    if (tb__proof_accepts(&peer->owner->key, "rank", UCX_VERSION, &peer->theirs, &peer->mine, proof, nbytes))
+        complete_handshake(peer);
+    else
+        ucx_fail_peer(peer, "it does not have the token of the bus");
+    return true;
 }
 
 void ucx_drop_queued(ucx_peer *peer) {

@@ -106,7 +106,9 @@ void ucx_heartbeat(ucx *u) {
         ucx_peer *peer = u->peers.item[i];
         if (is_watched(peer))
             check_peer(peer);
-        else if (is_awaited(peer) && ++peer->unanswered_beats >= peer->max_unanswered_beats)
+        else if (peer->is_stranger && !ucx_has_failed(peer) && ++peer->stranger_beats >= UCX_LOSE_BEATS)
+            ucx_fail_peer(peer, "it has not proved that it has the token of the bus");
+        else if (is_awaited(peer) && !peer->is_stranger && ++peer->unanswered_beats >= peer->max_unanswered_beats)
             ucx_retry_hello(peer);
         is_needed |= is_watched(peer) || is_awaited(peer);
     }

@@ -182,8 +182,10 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     case UCX_HELLO:
         if (ucx_connect_endpoint(peer, data, nbytes) != TB_OK)
             return false;
-        ucx_complete_handshake(peer, frame->tag);
+        ucx_answer_hello(peer, frame->tag);
         return true;
+    case UCX_PROOF:
+        return ucx_on_proof(peer, data, nbytes);
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
     case UCX_REVOKE:

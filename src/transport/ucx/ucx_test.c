@@ -105,7 +105,7 @@ static void frames_are_put_in_order(void **state) {
     ucx_peer *peer = ucx_find(e.b.context, e.rank_a);
     static const char *const texts[] = {"first", "second", "third"};
     static const size_t order[] = {2, 0, 1};
-    ucx_frame frame = {.kind = UCX_MESSAGE, .rank = e.rank_a, .from = peer->id, .tag = 3};
+    ucx_frame frame = {.kind = UCX_MESSAGE, .rank = e.rank_a, .from = peer->id_in, .tag = 3};
     uint64_t serial = peer->serial_in;
     tb_op receives[3];
     char got[3][16] = {{0}};
@@ -137,7 +137,7 @@ static void nonsense_is_refused(void **state) {
     make(&e);
     send_byte(&e, true, 1, 1);
     ucx_peer *peer = ucx_find(e.b.context, e.rank_a);
-    const ucx_frame good = {.kind = UCX_MESSAGE, .rank = e.rank_a, .from = peer->id, .serial = peer->serial_in};
+    const ucx_frame good = {.kind = UCX_MESSAGE, .rank = e.rank_a, .from = peer->id_in, .serial = peer->serial_in};
     ucx_frame frame = good;
     hand_over(&e, &frame, sizeof frame - 1, "short");
     frame.from ^= 2;
@@ -258,7 +258,8 @@ static void a_killed_peer_is_noticed(void **state) {
     post(&e.a, &receive);
     work_until_done(&e, (tb_op *[]){&receive}, 1);
     assert_int_equal(byte, 1);
-    kill(o.pid, SIGSTOP); /* so that nobody takes the message */
+    assert_int_equal(kill(o.pid, SIGSTOP), 0); /* so that nobody takes the message */
+    assert_int_equal(waitpid(o.pid, NULL, WUNTRACED), o.pid);
     make_op(&send, TB_OP_SEND, 1, 2, &out, 1);
     make_op(&waiting, TB_OP_RECV, 1, 3, &in_more, 1);
     post(&e.a, &send);

@@ -99,7 +99,7 @@ bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request) {
 
 void ucx_set_sender(ucx_transfer *t) {
     t->frame.rank = t->owner->env.rank;
-    t->frame.from = ucx_connection_id(t->owner->id, t->peer->number);
+    t->frame.from = t->frame.kind == UCX_HELLO ? ucx_connection_id(t->owner->id, t->peer->number) : t->peer->id_out;
     if (t->frame.kind != UCX_CHUNK)
         t->frame.serial = t->peer->serial_out++;
 }
@@ -254,10 +254,12 @@ static void handle_early(ucx_peer *peer) {
 
 /* The sender of a frame; NULL: unknown, failed, or of another connection. */
 static ucx_peer *sender_of(ucx *u, const ucx_frame *frame) {
-    ucx_peer *peer = frame->rank >= 0 && frame->from != 0 ? ucx_find_or_add(u, frame->rank) : NULL;
-    if (peer && peer->id == 0)
-        peer->id = frame->from;
-    return peer && ucx_connection_id(peer->id, peer->number) == frame->from && !ucx_has_failed(peer) ? peer : NULL;
+    ucx_peer *peer = frame->rank >= 0 ? ucx_find(u, frame->rank) : NULL;
+    if (!peer || ucx_has_failed(peer))
+        return NULL;
+    if (frame->kind == UCX_HELLO)
+        return peer->id == 0 || ucx_connection_id(peer->id, peer->number) == frame->from ? peer : NULL;
+    return peer->has_challenge && peer->id_in == frame->from ? peer : NULL;
 }
 
 ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,

@@ -85,6 +85,34 @@ static void reset(void) {
     unlock();
 }
 
+int physical(int ordinal) {
+    return fake.physical[ordinal];
+}
+
+int visible(int gpu) {
+    int i = 0;
+    while (i < fake.ngpus && fake.physical[i] != gpu)
+        i++;
+    return i < fake.ngpus ? i : -1;
+}
+
+/* CUDA_VISIBLE_DEVICES: numbers of GPUs, in the order that this process sees them in. */
+static void choose_visible(void) {
+    const char *text = getenv("CUDA_VISIBLE_DEVICES");
+    int n = 0;
+    for (int i = 0; i < MOST_GPUS; i++)
+        fake.physical[i] = i;
+    if (!text)
+        return;
+    for (char *end; n < fake.ngpus && *text; text = end + (*end == ',')) {
+        long gpu = strtol(text, &end, 10);
+        if (end == text || gpu < 0 || gpu >= fake.ngpus)
+            break;
+        fake.physical[n++] = (int)gpu;
+    }
+    fake.ngpus = n;
+}
+
 __attribute__((constructor)) static void set_up(void) {
     make_condition();
     fake.ngpus = (int)setting("FAKE_CUDA_GPUS", 1);
@@ -93,6 +121,7 @@ __attribute__((constructor)) static void set_up(void) {
     fake.most_nbytes = setting("FAKE_CUDA_MEMORY", (uint64_t)8 << 30);
     fake.most_us = (int64_t)setting("FAKE_CUDA_DELAY_US", 300);
     fake.random = setting("FAKE_CUDA_SEED", 1);
+    choose_visible();
     for (int i = 0; i < MOST_GPUS; i++) {
         fake.gpus[i] = (fake_gpu){.ordinal = i};
         fake.gpus[i].primary = (struct CUctx_st){.kind = CONTEXT, .gpu = &fake.gpus[i]};
@@ -196,11 +225,14 @@ CUresult cuGetErrorName(CUresult error, const char **text) {
         ERROR_NAME(CUDA_ERROR_NO_DEVICE)
         ERROR_NAME(CUDA_ERROR_INVALID_DEVICE)
         ERROR_NAME(CUDA_ERROR_INVALID_CONTEXT)
+        ERROR_NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED)
         ERROR_NAME(CUDA_ERROR_INVALID_HANDLE)
         ERROR_NAME(CUDA_ERROR_NOT_FOUND)
         ERROR_NAME(CUDA_ERROR_NOT_READY)
         ERROR_NAME(CUDA_ERROR_NO_BINARY_FOR_GPU)
         ERROR_NAME(CUDA_ERROR_ILLEGAL_ADDRESS)
+        ERROR_NAME(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        ERROR_NAME(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         ERROR_NAME(CUDA_ERROR_LAUNCH_FAILED)
         ERROR_NAME(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)
         ERROR_NAME(CUDA_ERROR_ECC_UNCORRECTABLE)
@@ -273,7 +305,7 @@ CUresult cuDeviceGetName(char *name, int room, CUdevice device) {
 CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     ENTER(NEEDS_INIT);
     memset(uuid, 0xfa, sizeof *uuid);
-    uuid->bytes[15] = (char)device;
+    uuid->bytes[15] = (char)physical(device);
     return CUDA_SUCCESS;
 }
 
@@ -281,6 +313,16 @@ CUresult cuDeviceTotalMem(size_t *nbytes, CUdevice device) {
     ENTER(NEEDS_INIT);
     (void)device;
     *nbytes = fake.most_nbytes;
+    return CUDA_SUCCESS;
+}
+
+/* What this process has taken is missing; what others have is not. */
+CUresult cuMemGetInfo(size_t *nfree, size_t *total) {
+    ENTER(NEEDS_CONTEXT);
+    lock();
+    *nfree = fake.most_nbytes - current_gpu()->nbytes_used;
+    *total = fake.most_nbytes;
+    unlock();
     return CUDA_SUCCESS;
 }
 
@@ -298,6 +340,9 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
         *value = !getenv("FAKE_CUDA_NO_VMM");
         return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES:
+        *value = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
         *value = getenv("FAKE_CUDA_FABRIC") != NULL;
         return CUDA_SUCCESS;
@@ -312,9 +357,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     }
 }
 
+bool can_be_peers(int from, int to) {
+    return from == to || !getenv("FAKE_CUDA_NO_PEERS");
+}
+
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice from, CUdevice to) {
     ENTER(NEEDS_INIT);
-    *can = from != to;
+    *can = from != to && can_be_peers(from, to);
     return CUDA_SUCCESS;
 }
 
@@ -337,6 +386,15 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     ENTER(NEEDS_INIT);
     (void)device;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxReset(CUdevice device) {
+    ENTER(NEEDS_INIT);
+    lock();
+    fake.gpus[device].is_reset = true;
+    stream_fail(&fake.gpus[device]);
+    unlock();
     return CUDA_SUCCESS;
 }
 
@@ -365,6 +423,8 @@ CUresult cuCtxDestroy(CUcontext context) {
 CUresult cuCtxPushCurrent(CUcontext context) {
     ENTER(NEEDS_INIT);
     check_handle(context, CONTEXT, "a context");
+    if (context == &context->gpu->primary && context->gpu->is_reset)
+        return CUDA_ERROR_INVALID_CONTEXT;
     if (thread.count == MOST_CONTEXTS)
         die("too many contexts are pushed");
     thread.contexts[thread.count++] = context;
@@ -408,10 +468,15 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     ENTER(NEEDS_CONTEXT);
     (void)flags;
     check_handle(peer, CONTEXT, "a context");
+    if (!can_be_peers(current_gpu()->ordinal, peer->gpu->ordinal))
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    uint32_t bit = 1u << current_gpu()->ordinal;
     lock();
-    peer->gpu->peers |= 1u << current_gpu()->ordinal;
+    bool was_enabled = peer->gpu->peers & bit;
+    peer->gpu->peers |= bit;
+    give_peers_access();
     unlock();
-    return CUDA_SUCCESS;
+    return was_enabled ? CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED : CUDA_SUCCESS;
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {

@@ -6,10 +6,10 @@
  * kernel that touches memory which is freed, not mapped for its GPU, or not pinned, host memory that is unmapped while
  * it is registered.
  *
- * Environment: FAKE_CUDA_GPUS, how many (1); FAKE_CUDA_MEMORY, bytes that each has (8 GiB); FAKE_CUDA_DELAY_US, of a
- * kernel, at most (300); FAKE_CUDA_SEED; FAKE_CUDA_FABRIC=1, fabric handles work; FAKE_CUDA_NO_VMM=1;
- * FAKE_CUDA_NO_READ_ONLY=1, VMM gives no access without the right to write; FAKE_CUDA_WITHOUT, a function that is
- * missing.
+ * Environment: FAKE_CUDA_GPUS, how many (1); CUDA_VISIBLE_DEVICES, numbers of those that the process sees;
+ * FAKE_CUDA_MEMORY, bytes that each has (8 GiB); FAKE_CUDA_DELAY_US, of a kernel, at most (300); FAKE_CUDA_SEED;
+ * FAKE_CUDA_FABRIC=1, fabric handles work; FAKE_CUDA_NO_VMM=1; FAKE_CUDA_NO_PEERS=1; FAKE_CUDA_NO_READ_ONLY=1, VMM
+ * gives no access without the right to write; FAKE_CUDA_WITHOUT, a function that is missing.
  *
  * Below is what tests ask of it, which find these functions by dlsym: a real driver has none. In what follows n counts
  * from now on; 0 is the next one. */

@@ -1,5 +1,5 @@
-/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c, host.c and stream.c; and
- * launch.h, what those and kernels.cpp share. */
+/* What the files of the fake driver share: driver.c (calls, GPUs, contexts), memory.c, pool.c, host.c and stream.c;
+ * and launch.h, what those and kernels.cpp share. */
 #ifndef TB_TESTS_FAKE_CUDA_INSIDE_H
 #define TB_TESTS_FAKE_CUDA_INSIDE_H
 
@@ -20,7 +20,7 @@ enum { MOST_GPUS = 8 };
 /* ---- driver.c ---- */
 
 /* Marks what handles point to; a destroyed object is never freed. */
-typedef enum object_kind { DEAD = 0xdead, CONTEXT = 0xc0, STREAM, EVENT, FUNCTION, STORAGE } object_kind;
+typedef enum object_kind { DEAD = 0xdead, CONTEXT = 0xc0, STREAM, EVENT, FUNCTION, STORAGE, POOL } object_kind;
 
 typedef struct fake_gpu fake_gpu;
 
@@ -30,9 +30,10 @@ struct CUctx_st {
 };
 
 struct fake_gpu {
-    int ordinal;
+    int ordinal; /* in this process */
     struct CUctx_st primary;
     CUresult error; /* of its context, for good */
+    bool is_reset;  /* its context was destroyed */
     size_t nbytes_used;
     uint32_t peers; /* GPUs that may use its memory of cuMemAlloc */
     CUstream null_stream;
@@ -44,6 +45,7 @@ typedef struct fake {
     pthread_cond_t changed;
     bool is_initialised, is_forked, is_shut_down;
     int ngpus;
+    int physical[MOST_GPUS]; /* which GPU of the machine each of them is: CUDA_VISIBLE_DEVICES */
     size_t most_nbytes;
     fake_gpu gpus[MOST_GPUS];
     uint64_t random;
@@ -74,6 +76,10 @@ CUresult enter(const char *function, int needs);
         if (entered_ != CUDA_SUCCESS)                                                                                  \
             return entered_;                                                                                           \
     } while (0)
+bool can_be_peers(int from, int to); /* also if they are the same */
+/* Which GPU of the machine it is, and back; -1: this process does not see it. */
+int physical(int ordinal);
+int visible(int gpu);
 CUcontext current_context(void);
 fake_gpu *current_gpu(void);
 void *check_handle(const void *handle, object_kind kind, const char *what); /* dies if it is something else */
@@ -91,6 +97,35 @@ bool strikes(countdown *c);
  * held. */
 void *reach(uint64_t address, int gpu);
 uint64_t next_memory_id(void); /* with the lock held */
+void give_peers_access(void);  /* with the lock held. After fake_gpu.peers have changed */
+
+/* A handle in bytes: a descriptor of a process. */
+typedef struct handle_bytes {
+    int pid, fd, gpu; /* the machine's number of the GPU */
+    uint64_t inode;
+} handle_bytes;
+
+/* With the lock held, here and below. 0: there is no memory. */
+uint64_t place_in_pool(CUmemoryPool pool, size_t nbytes);
+/* NULL: it is memory of no pool, or was imported. */
+CUmemoryPool describe_in_pool(uint64_t address, handle_bytes *out);
+uint64_t import_to_pool(CUmemoryPool pool, const handle_bytes *handle); /* 0: it is gone */
+
+/* ---- pool.c ---- */
+
+/* The same in all processes. */
+typedef struct pool_name {
+    int pid, gpu;
+    uint64_t number;
+} pool_name;
+
+struct CUmemPoolHandle_st {
+    object_kind kind;
+    fake_gpu *gpu;
+    pool_name name;
+    unsigned long long handle_types;
+    bool is_exported, is_import;
+};
 
 /* ---- host.c ---- */
 

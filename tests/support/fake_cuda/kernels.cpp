@@ -123,7 +123,7 @@ bool launch_kernel(const char *name, unsigned grid, const tb__cuda_args *args, v
     l.args.items = (uint64_t)translate(args->items);
     l.args.list = (uint64_t)translate(args->list);
     l.args.results = (uint64_t)translate(args->results);
-    bool has_pieces = i == TB__CUDA_copy_pieces || i == TB__CUDA_copy_shifted_pieces;
+    bool has_pieces = i <= TB__CUDA_copy_shifted_pieces;
     bool has_heap = !has_pieces && i < TB__CUDA_checksum;
     if (has_heap && grid != args->nitems * kernels[i].blocks)
         die("%s: not as many blocks as items", name);

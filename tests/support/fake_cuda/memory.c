@@ -1,7 +1,7 @@
 /* Memory of the fake driver's GPUs.
  *
- * A storage is a memfd. Addresses are reserved without access rights, twice: where programs see them, and as an alias,
- * into which storages are mapped, with the access that the GPUs have. Addresses are never used again. */
+ * A storage is a memfd. Addresses are reserved without access rights: where programs see them, and as an alias for each
+ * GPU, into which storages are mapped, with the access that the GPU has. Addresses are never used again. */
 #include "inside.h"
 
 #include <errno.h>
@@ -24,12 +24,13 @@ typedef struct storage {
     bool is_import; /* can't be exported again */
     int nusers;     /* handles and mappings */
     unsigned long long handle_types;
+    CUmemoryPool pool; /* NULL: of none */
 } storage;
 
 /* Addresses. */
 typedef struct space {
     uint64_t base;
-    char *alias;
+    char *alias[MOST_GPUS];
     size_t nbytes;
     LIST_ENTRY(space) link;
 } space;
@@ -65,7 +66,9 @@ static storage *make_storage(fake_gpu *gpu, int fd, size_t nbytes) {
 static storage *create_storage(fake_gpu *gpu, size_t nbytes) {
     if (nbytes > fake.most_nbytes - gpu->nbytes_used)
         return NULL;
-    int fd = memfd_create(FILE_NAME, MFD_CLOEXEC);
+    char name[sizeof FILE_NAME + 8];
+    snprintf(name, sizeof name, FILE_NAME "-%d", physical(gpu->ordinal));
+    int fd = memfd_create(name, MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)nbytes) != 0)
         die("memfd: %s", strerror(errno));
     gpu->nbytes_used += nbytes;
@@ -81,28 +84,23 @@ static void drop_storage(storage *s) {
     s->kind = DEAD;
 }
 
-/* Whether the descriptor is a storage's. */
-static bool is_storage_file(int fd, size_t *nbytes) {
+/* Whether the descriptor is a storage's, whose name says which GPU it is on; *ordinal is this process's. */
+static bool is_storage_file(int fd, size_t *nbytes, int *ordinal) {
     char path[64], name[64] = "";
     struct stat info;
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     if (readlink(path, name, sizeof name - 1) < 0 || strncmp(name, "/memfd:" FILE_NAME, 7 + strlen(FILE_NAME)) != 0 ||
+        sscanf(name + 7 + strlen(FILE_NAME), "-%d", ordinal) != 1 || (*ordinal = visible(*ordinal)) < 0 ||
         fstat(fd, &info) != 0)
         return false;
     *nbytes = (size_t)info.st_size;
     return true;
 }
 
-/* A handle in bytes: a descriptor of a process. */
-typedef struct handle_bytes {
-    int pid, fd, gpu;
-    uint64_t inode;
-} handle_bytes;
-
 static handle_bytes describe_handle(const storage *s) {
     struct stat info;
     fstat(s->fd, &info);
-    return (handle_bytes){.pid = (int)getpid(), .fd = s->fd, .gpu = s->gpu->ordinal, .inode = info.st_ino};
+    return (handle_bytes){.pid = (int)getpid(), .fd = s->fd, .gpu = physical(s->gpu->ordinal), .inode = info.st_ino};
 }
 
 /* NULL: its process is gone, or has closed it. */
@@ -111,18 +109,19 @@ static storage *open_handle(const void *bytes) {
     char path[64];
     struct stat info;
     size_t nbytes;
+    int ordinal;
     memcpy(&h, bytes, sizeof h);
     snprintf(path, sizeof path, "/proc/%d/fd/%d", h.pid, h.fd);
-    if (h.gpu < 0 || h.gpu >= fake.ngpus)
+    if (visible(h.gpu) < 0)
         return NULL;
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0)
         return NULL;
-    if (!is_storage_file(fd, &nbytes) || fstat(fd, &info) != 0 || info.st_ino != h.inode) {
+    if (!is_storage_file(fd, &nbytes, &ordinal) || fstat(fd, &info) != 0 || info.st_ino != h.inode) {
         close(fd);
         return NULL;
     }
-    storage *s = make_storage(&fake.gpus[h.gpu], fd, nbytes);
+    storage *s = make_storage(&fake.gpus[ordinal], fd, nbytes);
     s->is_import = true;
     return s;
 }
@@ -140,17 +139,23 @@ static char *reserve(size_t nbytes) {
 
 /* Aligned as granules are. */
 static space *make_space(size_t nbytes) {
-    char *seen = reserve(nbytes + GRANULE), *alias = reserve(nbytes);
-    if (!seen || !alias)
+    char *seen = reserve(nbytes + GRANULE);
+    if (!seen)
         return NULL;
     space *s = get(sizeof *s);
-    *s = (space){.base = ((uint64_t)seen + GRANULE - 1) / GRANULE * GRANULE, .alias = alias, .nbytes = nbytes};
+    *s = (space){.base = ((uint64_t)seen + GRANULE - 1) / GRANULE * GRANULE, .nbytes = nbytes};
+    for (int i = 0; i < fake.ngpus; i++) {
+        s->alias[i] = reserve(nbytes);
+        if (!s->alias[i])
+            die("there are no addresses left");
+    }
     LIST_INSERT_HEAD(&spaces, s, link);
     return s;
 }
 
 static void free_space(space *s) {
-    munmap(s->alias, s->nbytes);
+    for (int i = 0; i < fake.ngpus; i++)
+        munmap(s->alias[i], s->nbytes);
     LIST_REMOVE(s, link);
     free(s);
 }
@@ -169,15 +174,18 @@ static piece *find_piece(uint64_t address) {
     return p;
 }
 
-static char *alias_of(uint64_t address) {
+static char *alias_of(uint64_t address, int gpu) {
     const space *s = find_space(address);
-    return s->alias + (address - s->base);
+    return s->alias[gpu] + (address - s->base);
 }
 
 static piece *map_storage(uint64_t base, size_t nbytes, storage *s, bool is_vmm) {
-    if (mmap(alias_of(base), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, s->fd, 0) == MAP_FAILED)
-        die("mmap: %s", strerror(errno));
-    madvise(alias_of(base), nbytes, MADV_DONTFORK);
+    for (int i = 0; i < fake.ngpus; i++) {
+        char *at = alias_of(base, i);
+        if (mmap(at, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, s->fd, 0) == MAP_FAILED)
+            die("mmap: %s", strerror(errno));
+        madvise(at, nbytes, MADV_DONTFORK);
+    }
     piece *p = get(sizeof *p);
     *p = (piece){.base = base, .nbytes = nbytes, .storage = s, .is_vmm = is_vmm, .id = next_memory_id()};
     LIST_INSERT_HEAD(&pieces, p, link);
@@ -185,18 +193,30 @@ static piece *map_storage(uint64_t base, size_t nbytes, storage *s, bool is_vmm)
     return p;
 }
 
-static void set_access(piece *p) {
-    int rights = (p->readers ? PROT_READ : 0) | (p->writers ? PROT_READ | PROT_WRITE : 0);
-    if (mprotect(alias_of(p->base), p->nbytes, rights) != 0)
-        die("mprotect: %s", strerror(errno));
+static void set_access(const piece *p) {
+    uint32_t peers = p->is_vmm || p->storage->pool ? 0 : p->storage->gpu->peers;
+    for (int i = 0; i < fake.ngpus; i++) {
+        int rights = (p->writers | peers) >> i & 1 ? PROT_READ | PROT_WRITE
+                     : p->readers >> i & 1         ? PROT_READ
+                                                   : PROT_NONE;
+        if (mprotect(alias_of(p->base, i), p->nbytes, rights) != 0)
+            die("mprotect: %s", strerror(errno));
+    }
+}
+
+void give_peers_access(void) {
+    for (const piece *p = LIST_FIRST(&pieces); p; p = LIST_NEXT(p, link))
+        set_access(p);
 }
 
 static void unmap_storage(piece *p) {
     if (is_in_use_by_kernel(p->base, p->base + p->nbytes))
         die("memory at 0x%llx is freed while a kernel uses it", (unsigned long long)p->base);
-    if (mmap(alias_of(p->base), p->nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
-        MAP_FAILED)
-        die("mmap: %s", strerror(errno));
+    for (int i = 0; i < fake.ngpus; i++) {
+        if (mmap(alias_of(p->base, i), p->nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+                 -1, 0) == MAP_FAILED)
+            die("mmap: %s", strerror(errno));
+    }
     drop_storage(p->storage);
     LIST_REMOVE(p, link);
     free(p);
@@ -216,7 +236,7 @@ static uint64_t place(storage *s) {
 
 static void displace(uint64_t address, const char *function, bool is_import) {
     piece *p = find_piece(address);
-    if (!p || p->base != address || p->is_vmm || p->storage->is_import != is_import)
+    if (!p || p->base != address || p->is_vmm || (p->storage->is_import && !p->storage->pool) != is_import)
         die("%s of what it can't free", function);
     unmap_storage(p);
     free_space(find_space(address));
@@ -226,15 +246,41 @@ void *reach(uint64_t address, int gpu) {
     const piece *p = find_piece(address);
     if (p) {
         uint32_t users = p->readers | p->writers;
-        if (!p->is_vmm)
+        if (!p->is_vmm && !p->storage->pool)
             users |= p->storage->gpu->peers;
         if (!(users >> gpu & 1))
             die("GPU %d has no access to memory at 0x%llx", gpu, (unsigned long long)address);
-        return alias_of(address);
+        return alias_of(address, gpu);
     }
     if (!is_pinned((void *)address))
         die("a kernel uses 0x%llx, which is neither memory of a GPU nor pinned", (unsigned long long)address);
     return (void *)address;
+}
+
+/* ---- Pools --------------------------------------------------------------------------------------------------------
+ */
+
+uint64_t place_in_pool(CUmemoryPool pool, size_t nbytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    storage *s = create_storage(pool->gpu, (nbytes + page - 1) / page * page);
+    if (s)
+        s->pool = pool;
+    return s ? place(s) : 0;
+}
+
+CUmemoryPool describe_in_pool(uint64_t address, handle_bytes *out) {
+    const piece *p = find_piece(address);
+    if (!p || p->base != address || !p->storage->pool || p->storage->is_import)
+        return NULL;
+    *out = describe_handle(p->storage);
+    return p->storage->pool;
+}
+
+uint64_t import_to_pool(CUmemoryPool pool, const handle_bytes *handle) {
+    storage *s = open_handle(handle);
+    if (s)
+        s->pool = pool;
+    return s ? place(s) : 0;
 }
 
 /* ---- cuMemAlloc, IPC --------------------------------------------------------------------------------------------- */
@@ -258,11 +304,21 @@ CUresult cuMemFree(CUdeviceptr address) {
     return CUDA_SUCCESS;
 }
 
+/* At once: it is not in the order of the stream. */
+CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
+    ENTER(NEEDS_CONTEXT | IS_UNSAFE);
+    (void)stream;
+    lock();
+    displace(address, "cuMemFreeAsync", false);
+    unlock();
+    return CUDA_SUCCESS;
+}
+
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     ENTER(NEEDS_CONTEXT);
     lock();
     const piece *p = find_piece(address);
-    bool is_good = p && !p->is_vmm && !p->storage->is_import;
+    bool is_good = p && !p->is_vmm && !p->storage->is_import && !p->storage->pool;
     if (is_good) {
         handle_bytes h = describe_handle(p->storage);
         memset(handle, 0, sizeof *handle);
@@ -376,11 +432,12 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void 
     ENTER(NEEDS_INIT);
     storage *s = NULL;
     size_t nbytes;
+    int ordinal;
     lock();
     if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
         s = open_handle(handle);
-    } else if (is_storage_file((int)(intptr_t)handle, &nbytes)) {
-        s = make_storage(&fake.gpus[0], fcntl((int)(intptr_t)handle, F_DUPFD_CLOEXEC, 0), nbytes);
+    } else if (is_storage_file((int)(intptr_t)handle, &nbytes, &ordinal)) {
+        s = make_storage(&fake.gpus[ordinal], fcntl((int)(intptr_t)handle, F_DUPFD_CLOEXEC, 0), nbytes);
         s->is_import = true;
     }
     *out = (CUmemGenericAllocationHandle)s;
@@ -463,6 +520,12 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDes
         if (!p || p->base != address || p->nbytes > end - address || !p->is_vmm)
             die("access to memory that is not mapped");
         for (size_t i = 0; i < count; i++) {
+            if (!can_be_peers(access[i].location.id, p->storage->gpu->ordinal)) {
+                unlock();
+                return CUDA_ERROR_INVALID_DEVICE;
+            }
+        }
+        for (size_t i = 0; i < count; i++) {
             uint32_t bit = 1u << access[i].location.id;
             p->readers = access[i].flags & CU_MEM_ACCESS_FLAGS_PROT_READ ? p->readers | bit : p->readers & ~bit;
             p->writers = access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? p->writers | bit : p->writers & ~bit;
@@ -479,12 +542,13 @@ CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location
     lock();
     const piece *p = find_piece(address);
     uint32_t bit = 1u << location->id;
-    if (p)
+    bool is_good = p && p->is_vmm;
+    if (is_good)
         *flags = p->writers & bit   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
                  : p->readers & bit ? CU_MEM_ACCESS_FLAGS_PROT_READ
                                     : CU_MEM_ACCESS_FLAGS_PROT_NONE;
     unlock();
-    return p ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return is_good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* ---- What is known of addresses ---------------------------------------------------------------------------------- */
@@ -501,13 +565,13 @@ static void put_attribute(CUpointer_attribute what, void *out, const piece *p, c
         *(unsigned long long *)out = p ? p->id : r ? r->id : 0;
         break;
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
-        *(bool *)out = p && !p->is_vmm && !p->storage->is_import;
+        *(bool *)out = p && !p->is_vmm && !p->storage->is_import && !p->storage->pool;
         break;
     case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
         *(unsigned long long *)out = p ? p->storage->handle_types : 0;
         break;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        *(CUmemoryPool *)out = NULL;
+        *(CUmemoryPool *)out = p ? p->storage->pool : NULL;
         break;
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
         *(bool *)out = false;

@@ -361,41 +361,56 @@ INLINE uint32_t size_of_dtype(uint32_t dtype) {
     }
 }
 
+INLINE bool is_small_float(uint32_t dtype) {
+    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
+}
+
+INLINE bool is_signed(uint32_t dtype) {
+    return dtype == TB_I8 || dtype == TB_I16 || dtype == TB_I32 || dtype == TB_I64;
+}
+
+/* An integer's value in 64 bits, whatever is above its own. */
+INLINE uint64_t extend(uint32_t dtype, uint64_t x) {
+    uint32_t shift = 64 - 8 * size_of_dtype(dtype);
+    return is_signed(dtype) ? (uint64_t)((int64_t)(x << shift) >> shift) : x << shift >> shift;
+}
+
 /* Sums and products wrap, so that unsigned arithmetic of 64 bits serves all. */
 INLINE uint64_t apply_integer(uint32_t dtype, uint32_t op, uint64_t a, uint64_t b) {
     if (op != TB_MIN && op != TB_MAX)
         return op == TB_PRODUCT ? a * b : a + b;
-    uint32_t shift = 64 - 8 * size_of_dtype(dtype);
-    bool is_signed = dtype == TB_I8 || dtype == TB_I16 || dtype == TB_I32 || dtype == TB_I64;
-    bool is_less = is_signed ? (int64_t)(b << shift) < (int64_t)(a << shift) : b << shift < a << shift;
-    bool is_more = is_signed ? (int64_t)(b << shift) > (int64_t)(a << shift) : b << shift > a << shift;
+    uint64_t x = extend(dtype, a), y = extend(dtype, b);
+    bool is_less = is_signed(dtype) ? (int64_t)y < (int64_t)x : y < x;
+    bool is_more = is_signed(dtype) ? (int64_t)y > (int64_t)x : y > x;
     return (op == TB_MIN ? is_less : is_more) ? b : a;
 }
 
-INLINE bool is_narrow_float(uint32_t dtype) {
-    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
+/* Floats go through f32. Of integers, the low bits are stored. */
+INLINE uint64_t cast_element(uint32_t from, uint32_t to, uint64_t x) {
+    if (from == to)
+        return x;
+    if (from != TB_F64 && !is_small_float(from))
+        return extend(from, x);
+    uint32_t bits = from == TB_F64 ? narrow_f64(x) : widen_exactly(from, (uint32_t)x);
+    return to == TB_F64 ? widen_to_f64(bits) : narrow_exactly(to, bits);
 }
 
-/* All sources of one element, in their order. */
+/* All sources of one element, in their order, as the destination has it. */
 INLINE uint64_t reduce_element(args_ref a, const tb__cuda_box *box, uint32_t row, int64_t at, uint32_t size) {
     uint32_t dtype = box->src_dtype, op = box->op;
-    const char *from = find_row(a, box, row).src + at;
-    uint64_t x = load_element(from, size);
+    uint64_t x = load_element(find_row(a, box, row).src + at, size);
     bool is_reduced = box->nsrc > 1 || box->divisor > 0;
-    if (is_narrow_float(dtype)) {
-        uint32_t bits = widen_exactly(dtype, (uint32_t)x);
-        float acc = float_of(bits);
+    if (is_reduced && is_small_float(dtype)) {
+        float acc = float_of(widen_exactly(dtype, (uint32_t)x));
         for (uint32_t k = 1; k < box->nsrc; k++) {
             uint64_t y = load_element(find_source_row(a, box, k, row) + at, size);
             acc = apply(op, acc, float_of(widen_exactly(dtype, (uint32_t)y)));
         }
         if (box->divisor > 0)
             acc = __fdiv_rn(acc, box->divisor);
-        if (is_reduced)
-            bits = acc == acc ? bits_of(acc) : F32_NAN;
-        return finish_element(box, bits);
-    }
-    if (dtype == TB_F64) {
+        x = acc == acc ? bits_of(acc) : F32_NAN;
+        dtype = TB_F32;
+    } else if (is_reduced && dtype == TB_F64) {
         double acc = __longlong_as_double((int64_t)x);
         for (uint32_t k = 1; k < box->nsrc; k++) {
             uint64_t y = load_element(find_source_row(a, box, k, row) + at, size);
@@ -403,11 +418,12 @@ INLINE uint64_t reduce_element(args_ref a, const tb__cuda_box *box, uint32_t row
         }
         if (box->double_divisor > 0)
             acc = acc / box->double_divisor;
-        return acc == acc ? (uint64_t)__double_as_longlong(acc) : 0x7ff8000000000000ULL;
+        x = acc == acc ? (uint64_t)__double_as_longlong(acc) : F64_NAN;
+    } else {
+        for (uint32_t k = 1; k < box->nsrc; k++)
+            x = apply_integer(dtype, op, x, load_element(find_source_row(a, box, k, row) + at, size));
     }
-    for (uint32_t k = 1; k < box->nsrc; k++)
-        x = apply_integer(dtype, op, x, load_element(find_source_row(a, box, k, row) + at, size));
-    return x;
+    return cast_element(box->wire_dtype, box->dst_dtype, cast_element(dtype, box->wire_dtype, x));
 }
 
 extern "C" __global__ void __launch_bounds__(256) tb__number_any(const __grid_constant__ tb__cuda_args a) {

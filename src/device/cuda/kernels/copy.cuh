@@ -52,41 +52,61 @@ INLINE void store_shifted(const shifted_slot &s, places row, int64_t run, uint32
 
 struct piece_ends {
     places at;
-    uint32_t nbytes;
-    bool is_zero, is_aligned;
+    uint32_t nbytes, flags;
 };
 
-INLINE piece_ends load_piece(args_ref a, uint32_t i) {
-    piece_ends p = {{nullptr, nullptr}, 0, false, false};
-    if (i >= a.nitems)
-        return p;
-    const uint4 *from = (const uint4 *)a.items + 2 * (uint64_t)find_item(a, i);
+INLINE piece_ends load_piece(args_ref a, uint32_t item) {
+    const uint4 *from = (const uint4 *)a.items + 2 * (uint64_t)item;
     uint4 x = __ldca(from), y = __ldca(from + 1);
-    p.at.src = (const char *)(((uint64_t)x.y << 32 | x.x) + src_base(a, y.y));
-    p.at.dst = (char *)(((uint64_t)x.w << 32 | x.z) + dst_base(a, y.y));
-    p.nbytes = y.x;
-    p.is_zero = y.y & TB__CUDA_ZERO;
-    p.is_aligned = (((uint64_t)p.at.src | (uint64_t)p.at.dst | p.nbytes) & 15) == 0;
+    return piece_ends{{(const char *)((uint64_t)x.y << 32 | x.x), (char *)((uint64_t)x.w << 32 | x.z)}, y.x, y.y};
+}
+
+INLINE void add_buffers(args_ref a, piece_ends &p) {
+    p.at.src += src_base(a, p.flags);
+    p.at.dst += dst_base(a, p.flags);
+}
+
+/* Piece i of the launch; one of no bytes behind the last. */
+INLINE piece_ends find_piece(args_ref a, uint32_t i) {
+    piece_ends p = {{nullptr, nullptr}, 0, 0};
+    if (i < a.nitems)
+        p = load_piece(a, find_item(a, i));
+    add_buffers(a, p);
     return p;
 }
 
-/* Pieces that are aligned; those that are so but for the run's buffer go byte by byte. */
-extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __grid_constant__ tb__cuda_args a) {
-    enum { STEP = 2, G = TB__CUDA_WARP_PIECES };
-    uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * 4 + threadIdx.x / 32) * G, most = 0;
+/* Byte by byte, by a warp, where the run's buffer is not aligned. */
+static __device__ __noinline__ void copy_piece_slowly(piece_ends p) {
+    for (uint32_t at = threadIdx.x % 32; at < p.nbytes; at += 32)
+        p.at.dst[at] = p.flags & TB__CUDA_ZERO ? 0 : p.at.src[at];
+}
+
+/* Pieces that are aligned, as far as they are not in the run's buffer; G for a warp. Most have no flags, and neither do
+ * they need more than one range: what is left then is a few instructions for each. */
+template <int G, int STEP> INLINE void copy_aligned_pieces(args_ref a) {
+    uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * 4 + threadIdx.x / 32) * G, flags = 0, most = 0;
+    bool is_one_range = !a.list && a.nranges == 1;
     piece_ends p[G];
 #pragma unroll
-    for (int g = 0; g < G; g++)
-        p[g] = load_piece(a, first + g);
-#pragma unroll
     for (int g = 0; g < G; g++) {
-        if (!p[g].is_aligned) {
-            for (uint32_t at = lane; at < p[g].nbytes; at += 32)
-                p[g].at.dst[at] = p[g].is_zero ? 0 : p[g].at.src[at];
-            p[g].nbytes = 0;
-        }
-        most = most > p[g].nbytes ? most : p[g].nbytes;
+        p[g] = {{nullptr, nullptr}, 0, 0};
+        if (first + g < a.nitems)
+            p[g] = load_piece(a, is_one_range ? a.ranges[0].first + first + g : find_item(a, first + g));
+        flags |= p[g].flags;
     }
+    if (flags) {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            add_buffers(a, p[g]);
+            if ((((uint64_t)p[g].at.src | (uint64_t)p[g].at.dst) & 15) != 0) {
+                copy_piece_slowly(p[g]);
+                p[g].nbytes = 0;
+            }
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < G; g++)
+        most = most > p[g].nbytes ? most : p[g].nbytes;
     for (uint32_t at = lane * 16; at < most; at += STEP * 512) {
         uint4 v[G][STEP];
 #pragma unroll
@@ -94,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __gr
 #pragma unroll
             for (int i = 0; i < STEP; i++) {
                 v[g][i] = make_uint4(0, 0, 0, 0);
-                if (at + 512 * i < p[g].nbytes && !p[g].is_zero)
+                if (at + 512 * i < p[g].nbytes && !(p[g].flags & TB__CUDA_ZERO))
                     v[g][i] = __ldca((const uint4 *)(p[g].at.src + at + 512 * i));
             }
         }
@@ -109,11 +129,21 @@ extern "C" __global__ void __launch_bounds__(128, 12) tb__copy_pieces(const __gr
     }
 }
 
+/* With few registers, so that as many warps as there can be wait for memory. */
+extern "C" __global__ void __launch_bounds__(128, 16) tb__copy_small_pieces(const __grid_constant__ tb__cuda_args a) {
+    copy_aligned_pieces<TB__CUDA_WARP_PIECES, 1>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 16) tb__copy_pieces(const __grid_constant__ tb__cuda_args a) {
+    copy_aligned_pieces<1, 2>(a);
+}
+
 /* Pieces that are aligned in any way, a warp each. */
 extern "C" __global__ void __launch_bounds__(128) tb__copy_shifted_pieces(const __grid_constant__ tb__cuda_args a) {
     enum { STEP = 2 };
-    piece_ends p = load_piece(a, blockIdx.x * 4 + threadIdx.x / 32);
-    if (p.is_zero)
+    piece_ends p = find_piece(a, blockIdx.x * 4 + threadIdx.x / 32);
+    bool is_zero = p.flags & TB__CUDA_ZERO;
+    if (is_zero)
         p.at.src = p.at.dst; /* not read; so that all slots inside are whole ones */
     uint32_t nslots = p.nbytes ? (p.nbytes + 14) / 16 + 1 : 0;
     for (uint32_t j = threadIdx.x % 32; j < nslots; j += 32 * STEP) {
@@ -121,12 +151,12 @@ extern "C" __global__ void __launch_bounds__(128) tb__copy_shifted_pieces(const 
 #pragma unroll
         for (int i = 0; i < STEP; i++) {
             if (j + 32 * i < nslots)
-                s[i] = load_shifted(p.at, p.nbytes, j + 32 * i, p.is_zero);
+                s[i] = load_shifted(p.at, p.nbytes, j + 32 * i, is_zero);
         }
 #pragma unroll
         for (int i = 0; i < STEP; i++) {
             if (j + 32 * i < nslots)
-                store_shifted(s[i], p.at, p.nbytes, j + 32 * i, p.is_zero);
+                store_shifted(s[i], p.at, p.nbytes, j + 32 * i, is_zero);
         }
     }
 }

@@ -7,6 +7,7 @@
 #include "tensorbus/plan.h"
 
 const uint32_t F32_INF = 0x7f800000, F32_NAN = 0x7fc00000, F32_ABS = 0x7fffffff;
+const uint64_t F64_INF = 0x7ff0000000000000, F64_NAN = 0x7ff8000000000000, F64_ABS = 0x7fffffffffffffff;
 
 INLINE uint32_t bits_of(float x) {
     return __float_as_uint(x);
@@ -68,6 +69,19 @@ INLINE uint32_t narrow_e5m2(uint32_t x) {
     uint32_t a = x & F32_ABS, limit = 0x47600000; /* 57344 */
     uint32_t r = round_magnitude<2, -14>(a < limit ? a : limit);
     return (a <= F32_INF ? r : 0x7f) | (x >> 24 & 0x80);
+}
+
+/* f64 to f32, and back: a NaN keeps its sign and what fits of its payload, and becomes quiet. */
+INLINE uint32_t narrow_f64(uint64_t x) {
+    if ((x & F64_ABS) > F64_INF)
+        return (uint32_t)(x >> 32 & 0x80000000) | F32_NAN | (uint32_t)(x >> 29 & 0x3fffff);
+    return bits_of((float)__longlong_as_double((int64_t)x));
+}
+
+INLINE uint64_t widen_to_f64(uint32_t x) {
+    if (is_nan_bits(x))
+        return (uint64_t)(x & 0x80000000) << 32 | F64_NAN | (uint64_t)(x & 0x3fffff) << 29;
+    return (uint64_t)__double_as_longlong((double)float_of(x));
 }
 
 static __device__ __noinline__ uint32_t widen_exactly(uint32_t dtype, uint32_t x) {
@@ -261,7 +275,9 @@ template <int SIZE> INLINE void add_element(uint32_t *w, int i, uint32_t bits) {
 
 /* A number of any kind, given as f32 bits, through the wire's dtype to the destination's. */
 INLINE uint32_t finish_element(const tb__cuda_box *box, uint32_t bits) {
-    if (box->has_wire)
+    if (box->has_wire && box->wire_dtype == TB_F64)
+        bits = narrow_f64(widen_to_f64(bits)); /* a NaN becomes quiet */
+    else if (box->has_wire)
         bits = widen_exactly(box->wire_dtype, narrow_exactly(box->wire_dtype, bits));
     return narrow_exactly(box->dst_dtype, bits);
 }

@@ -1,0 +1,119 @@
+/* Invalidate: memory of a client that is about to be freed. The client names it by its own addresses; tensors in it are
+ * in mapped files, in device memory or in mirrors here. */
+#include "bus/agent/agent_inside.h"
+
+#include "layout/overlap.h"
+
+#include <string.h>
+
+/* Bytes here. */
+typedef struct span {
+    uintptr_t first, last;
+} span;
+
+typedef TB_VEC(span) spans;
+
+/* Adds what an area of a tensor has in common with the client's bytes. */
+static tb_status add_span(const tb__message *m, uint64_t shift, uintptr_t first, uintptr_t last, spans *out) {
+    uint64_t from = (uint64_t)first + shift, to = (uint64_t)last + shift, end = m->address + m->nbytes;
+    from = from > m->address ? from : m->address;
+    to = to < end ? to : end;
+    span s = {(uintptr_t)(from - shift), (uintptr_t)(to - shift)};
+    return from >= to || tb__vec_push(out, s) ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status add_bytes(const tb__message *m, uint64_t shift, const void *base, size_t nbytes, spans *out) {
+    return base ? add_span(m, shift, (uintptr_t)base, (uintptr_t)base + nbytes, out) : TB_OK;
+}
+
+static tb_status add_tensor(const tb__message *m, const tb__added_tensor *t, spans *out) {
+    const tb__mirrored *known = &t->mirrored;
+    const tb__encoded *e = &t->encoded;
+    uintptr_t first, last;
+    if (known->is_known[TB__SCALES])
+        TB_TRY(add_bytes(m, known->shift[TB__SCALES], e->scales, (size_t)(e->matrices * e->size.scale_nbytes), out));
+    if (known->is_known[TB__SCALE])
+        TB_TRY(add_bytes(m, known->shift[TB__SCALE], e->scale, sizeof *e->scale, out));
+    if (!known->is_known[TB__DATA])
+        return TB_OK;
+    if (tb__binding_span(&t->binding, &first, &last) == TB_OK)
+        TB_TRY(add_span(m, known->shift[TB__DATA], first, last, out));
+    for (size_t i = 0; i < t->npadding; i++) {
+        if (tb__binding_span(&t->padding[i], &first, &last) == TB_OK)
+            TB_TRY(add_span(m, known->shift[TB__DATA], first, last, out));
+    }
+    return TB_OK;
+}
+
+static tb_status find_spans(const agent_job *job, spans *out) {
+    tb_status status = TB_OK;
+    tb__loop_lock(job->agent->world->loop);
+    for (size_t i = 0; i < job->batches.count; i++) {
+        const tb_batch *batch = job->batches.item[i]->batch;
+        for (size_t j = 0; j < batch->tensors.count && status == TB_OK; j++)
+            status = add_tensor(&job->message, batch->tensors.item[j], out);
+    }
+    tb__loop_unlock(job->agent->world->loop);
+    return status;
+}
+
+static int compare_spans(const void *left, const void *right) {
+    const span *a = left, *b = right;
+    return (a->first > b->first) - (a->first < b->first);
+}
+
+/* Those that meet become one. */
+static void merge_spans(spans *all) {
+    size_t n = 0;
+    if (all->count > 1)
+        qsort(all->item, all->count, sizeof *all->item, compare_spans);
+    for (size_t i = 0; i < all->count; i++) {
+        span *last = n > 0 ? &all->item[n - 1] : NULL;
+        if (last && all->item[i].first <= last->last)
+            last->last = all->item[i].last > last->last ? all->item[i].last : last->last;
+        else
+            all->item[n++] = all->item[i];
+    }
+    all->count = n;
+}
+
+/* Copies to the client's memory that were under way have ended then; later ones fail. */
+static void await_delivery(agent_batch *b) {
+    pthread_mutex_lock(&b->lock);
+    while (b->is_delivering)
+        pthread_cond_wait(&b->unused, &b->lock);
+    pthread_mutex_unlock(&b->lock);
+}
+
+static tb_status run_invalidate(agent_job *job) {
+    spans all = {0};
+    tb_status status = find_spans(job, &all);
+    merge_spans(&all);
+    for (size_t i = 0; i < all.count && status == TB_OK; i++)
+        status = tb__world_invalidate_until(job->agent->world, (const void *)all.item[i].first, // NOLINT
+                                            all.item[i].last - all.item[i].first, job->deadline_ms);
+    free(all.item);
+    for (size_t i = 0; i < job->batches.count && status == TB_OK; i++)
+        await_delivery(job->batches.item[i]);
+    return status;
+}
+
+void tb__agent_invalidate(agent_job *job) {
+    uint64_t unused;
+    if (__builtin_add_overflow(job->message.address, job->message.nbytes, &unused)) {
+        tb__agent_job_end(job, tb__fail(TB_INVALID, "the memory runs past the last address"));
+        return;
+    }
+    for (agent_batch *b = LIST_FIRST(&job->agent->batches); b; b = LIST_NEXT(b, link)) {
+        if (b->session != job->session || !b->batch || b->is_ending)
+            continue;
+        if (!tb__vec_push(&job->batches, b)) {
+            for (size_t i = 0; i < job->batches.count; i++)
+                tb__agent_batch_job_ended(job->batches.item[i]);
+            tb__agent_job_end(job, TB_NO_MEMORY);
+            return;
+        }
+        b->njobs++;
+    }
+    tb__agent_job_start(job, run_invalidate);
+}

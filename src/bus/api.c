@@ -1,0 +1,277 @@
+/* The public calls for worlds, pairs, batches and transfers: checks what every implementation asks of their arguments,
+ * and calls the object's own. */
+#include "base/opts.h"
+#include "bus/ops.h"
+#include "bus/store/address.h"
+#include "bus/world.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* ---- Worlds ---------------------------------------------------------------------------------------------------- */
+
+tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
+                        tb_world **out) {
+    static const char agent[] = "agent:";
+    if (!url)
+        return tb__fail(TB_INVALID, "a world needs the URL of its store, or of an agent");
+    if (strncmp(url, agent, sizeof agent - 1) == 0)
+        return tb__agent_world_join(url + sizeof agent - 1, group, index, size, opts, out);
+    return tb__world_create(url, group, index, size, tb__store_url_is_local(url), opts, out);
+}
+
+tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
+    TB_TRY(tb__world_check_name("group", group));
+    return tb__ops_of(world)->world_enter(world, group, index, size);
+}
+
+void tb_world_destroy(tb_world *world) {
+    if (world)
+        tb__ops_of(world)->world_destroy(world);
+}
+
+void tb_world_seat(const tb_world *world, const char **group, int32_t *index, int32_t *size) {
+    tb__ops_of(world)->world_seat(world, group, index, size);
+}
+
+int32_t tb_world_rank(const tb_world *world) {
+    return tb__ops_of(world)->world_rank(world);
+}
+
+uint64_t tb_world_incarnation(const tb_world *world) {
+    return tb__ops_of(world)->world_incarnation(world);
+}
+
+tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
+    TB_TRY(tb__world_check_name("group", group));
+    return tb__ops_of(world)->world_wait(world, group, timeout_ms);
+}
+
+int tb_world_fd(const tb_world *world) {
+    return tb__ops_of(world)->world_fd(world);
+}
+
+tb_status tb_world_progress(tb_world *world) {
+    return tb__ops_of(world)->world_progress(world);
+}
+
+tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
+    return tb__ops_of(world)->world_invalidate(world, base, nbytes);
+}
+
+void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
+    tb__ops_of(world)->world_plan_counters(world, hits, misses);
+}
+
+uint64_t tb_world_plan_bytes(const tb_world *world) {
+    return tb__ops_of(world)->world_plan_bytes(world);
+}
+
+/* ---- Pairs ----------------------------------------------------------------------------------------------------- */
+
+tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                         const tb_pair_opts *opts, tb_pair **out) {
+    return tb__ops_of(world)->pair_create(world, name, remote_group, layout, opts, out);
+}
+
+void tb_pair_destroy(tb_pair *pair) {
+    if (pair)
+        tb__ops_of(pair)->pair_destroy(pair);
+}
+
+static tb_status check_same_kind(const void *object, const tb_pair *pair) {
+    return tb__ops_of(object) == tb__ops_of(pair) ? TB_OK : tb__fail(TB_INVALID, "the pair is of another world");
+}
+
+/* ---- Batches --------------------------------------------------------------------------------------------------- */
+
+/* Matching empty lists checks only the options. */
+static tb_status check_matching(const tb_batch_opts *o) {
+    for (size_t i = 0; i < o->nties; i++) {
+        if (!o->ties[i].name || !o->ties[i].canonical)
+            return tb__fail(TB_INVALID, "tie %zu lacks a name", i);
+    }
+    for (size_t i = 0; i < o->nignored; i++) {
+        if (!o->ignored[i])
+            return tb__fail(TB_INVALID, "pattern %zu of what is ignored is NULL", i);
+    }
+    tb_match_opts opts = {
+        .size = sizeof opts, .ties = o->ties, .nties = o->nties, .ignored = o->ignored, .nignored = o->nignored};
+    tb_match match = {.size = sizeof match};
+    TB_TRY(tb_match_names(NULL, 0, NULL, 0, &opts, &match));
+    tb_match_fini(&match);
+    return TB_OK;
+}
+
+tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
+    tb_batch_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    TB_TRY(tb__world_check_name("batch", name));
+    if (o.bucket_size < 0 || o.staging_bytes < 0)
+        return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
+    o.bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;
+    o.staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
+    if (o.staging_bytes < TB__LEAST_STAGING)
+        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", TB__LEAST_STAGING);
+    if ((unsigned)o.commit > TB_SHADOW)
+        return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
+    TB_TRY(check_matching(&o));
+    return tb__ops_of(world)->batch_create(world, name, &o, out);
+}
+
+tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
+    tb_tensor t;
+    if (!name || !*name)
+        return tb__fail(TB_INVALID, "a tensor needs a name");
+    tb_status status = check_same_kind(batch, pair);
+    if (status == TB_OK)
+        status = tb__struct_read(&t, sizeof t, tensor, 0, "a tb_tensor");
+    return status == TB_OK ? tb__ops_of(batch)->batch_add(batch, pair, name, &t)
+                           : tb__fail_within(status, "tensor '%.100s'", name);
+}
+
+tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
+    TB_TRY(check_same_kind(batch, pair));
+    return tb__ops_of(batch)->batch_add_pair(batch, pair);
+}
+
+tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
+    return tb__ops_of(batch)->batch_register(batch, timeout_ms);
+}
+
+tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
+    return tb__ops_of(batch)->batch_dump(batch, is_send, out);
+}
+
+tb_status tb_batch_ir(tb_batch *batch, bool is_send, tb_ir **out) {
+    return tb__ops_of(batch)->batch_ir(batch, is_send, out);
+}
+
+tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
+    TB_TRY(check_same_kind(batch, pair));
+    return tb__ops_of(batch)->batch_remove_pair(batch, pair);
+}
+
+uint64_t tb_batch_epoch(tb_batch *batch) {
+    return tb__ops_of(batch)->batch_epoch(batch);
+}
+
+tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
+    TB_TRY(check_same_kind(batch, pair));
+    return tb__ops_of(batch)->batch_version(batch, pair, version, is_torn);
+}
+
+tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out) {
+    tb_batch_state state;
+    TB_TRY(tb__struct_check(out, "a tb_batch_state"));
+    TB_TRY(tb__ops_of(batch)->batch_query(batch, &state));
+    return tb__struct_write(out, &state, sizeof state, "a tb_batch_state");
+}
+
+tb_status tb_batch_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms, bool *out) {
+    if (question == 0)
+        return tb__fail(TB_INVALID, "questions are numbered from 1");
+    return tb__ops_of(batch)->batch_signal(batch, group, question, timeout_ms, out);
+}
+
+void tb_batch_destroy(tb_batch *batch) {
+    if (batch)
+        tb__ops_of(batch)->batch_destroy(batch);
+}
+
+/* ---- Transfers ------------------------------------------------------------------------------------------------- */
+
+static tb_status begin_transfer(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
+    tb_transfer_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    if (o.timeout_ms < 0)
+        return tb__fail(TB_INVALID, "timeout_ms can't be negative");
+    return tb__ops_of(batch)->begin(batch, is_send, &o, out);
+}
+
+tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
+    return begin_transfer(batch, true, opts, out);
+}
+
+tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
+    return begin_transfer(batch, false, opts, out);
+}
+
+tb_status tb__event_check(tb_event event, bool is_send, bool hold, const char **what) {
+    static const struct {
+        tb_event event;
+        const char *what;
+        bool of_send, of_recv;
+    } events[] = {{TB_RELEASED, "been released", true, false},
+                  {TB_ARRIVED, "arrived", false, true},
+                  {TB_COMMITTED, "been committed", true, true},
+                  {TB_DECIDED, "been decided", false, true}};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++) {
+        if (events[i].event != event)
+            continue;
+        if (event == TB_DECIDED && !hold)
+            return tb__fail(TB_INVALID, "the transfer was not begun with hold");
+        if (is_send ? !events[i].of_send : !events[i].of_recv)
+            return tb__fail(TB_INVALID, "%s",
+                            is_send ? "what is sent is released, and does not arrive here"
+                                    : "what is received arrives, and is not released");
+        *what = events[i].what;
+        return TB_OK;
+    }
+    return tb__fail(TB_INVALID, "%d is not an event", (int)event);
+}
+
+tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms) {
+    return tb__ops_of(transfer)->wait(transfer, event, timeout_ms);
+}
+
+tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream) {
+    if (!stream)
+        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
+    return tb__ops_of(transfer)->stream_wait(transfer, event, stream);
+}
+
+tb_status tb_proceed(tb_transfer *transfer) {
+    return tb__ops_of(transfer)->proceed(transfer);
+}
+
+tb_status tb_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms) {
+    if (group == UINT32_MAX)
+        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
+    return tb__ops_of(transfer)->wait_group(transfer, group, timeout_ms);
+}
+
+tb_status tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out) {
+    tb_transfer_state state;
+    TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
+    TB_TRY(tb__ops_of(transfer)->transfer_query(transfer, &state));
+    return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
+}
+
+tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pair, tb_transfer_state *out) {
+    tb_transfer_state state;
+    TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
+    TB_TRY(check_same_kind(transfer, pair));
+    TB_TRY(tb__ops_of(transfer)->transfer_pair(transfer, pair, &state));
+    return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
+}
+
+int tb_transfer_fd(const tb_transfer *transfer) {
+    return tb__ops_of(transfer)->transfer_fd(transfer);
+}
+
+void tb_cancel(tb_transfer *transfer) {
+    tb__ops_of(transfer)->cancel(transfer);
+}
+
+void tb_transfer_destroy(tb_transfer *transfer) {
+    if (transfer)
+        tb__ops_of(transfer)->transfer_destroy(transfer);
+}
+
+/* ---- The tables ------------------------------------------------------------------------------------------------ */
+
+#define LOCAL(type, name, parameters)  .name = tb__local_##name,
+#define REMOTE(type, name, parameters) .name = tb__remote_##name,
+const tb__bus_ops tb__local_ops = {TB__BUS_OPS(LOCAL)};
+const tb__bus_ops tb__remote_ops = {TB__BUS_OPS(REMOTE)};

@@ -1,0 +1,228 @@
+/* Worlds whose seat on the bus an agent has: what the files of tb__remote_ops share. remote_world.c has worlds and
+ * pairs, remote_batch.c batches and the description of their tensors, remote_memory.c memory of devices,
+ * remote_transfer.c transfers, remote_state.c what they tell.
+ *
+ * The link's lock guards everything; calls give it up while they wait. Devices are used under a lock of their own,
+ * which may be taken with the link's held, but not the other way round. */
+#ifndef TB_BUS_CLIENT_REMOTE_H
+#define TB_BUS_CLIENT_REMOTE_H
+
+#include "bus/client/link.h"
+#include "bus/ops.h"
+#include "bus/protocol/payload.h"
+#include "device/device.h"
+
+#include <stdatomic.h>
+#include <sys/queue.h>
+
+typedef struct remote_seat {
+    char *group;
+    int32_t index, size;
+} remote_seat;
+
+typedef struct remote_transfer remote_transfer;
+
+typedef struct remote_world {
+    const tb__bus_ops *ops; /* first */
+    atomic_size_t refs;     /* the user's, and one for each pair and batch */
+    tb__link *link;
+    int timeout_ms;
+    TB_VEC(remote_seat) seats; /* the first is the agent's own */
+    LIST_HEAD(remote_pairs, remote_pair) pairs;
+    LIST_HEAD(remote_batches, remote_batch) batches;
+    LIST_HEAD(remote_transfers, remote_transfer) transfers;
+    bool has_thread, is_ending; /* a thread that reads, for descriptors and for functions of the user */
+    pthread_t thread;
+    pthread_mutex_t device_lock;
+    bool has_devices;             /* they were opened: */
+    TB_VEC(tb__device *) devices; /* other than the host */
+    bool copies_memory;           /* the agent can't map device memory: it is copied here */
+    uint64_t last_memory;
+} remote_world;
+
+typedef struct remote_pair {
+    const tb__bus_ops *ops; /* first */
+    remote_world *world;
+    char *name, *remote;
+    char *group; /* of this side, where the agent has this seat: */
+    int32_t index, size;
+    bool has_layout;   /* false: seat i sends to seat i ... */
+    tb_layout *layout; /* ... and this is of a tensor that only this seat has */
+    size_t refs;       /* the user's, and one for each batch that has it */
+    bool is_awaited;   /* it was made with no_wait, and its reply has not come */
+    bool is_given_up;  /* the user has destroyed it */
+    uint64_t seq;
+    LIST_ENTRY(remote_pair) link;
+} remote_pair;
+
+/* Device memory that the agent maps. */
+typedef struct remote_memory {
+    tb__device *device;
+    tb__memory memory;
+    uint64_t id;        /* for the agent */
+    tb__memory_ids ids; /* its pieces */
+} remote_memory;
+
+/* Device memory that the agent does not map: its bytes are copied to and from memory of tb_alloc. */
+typedef struct remote_copy {
+    tb__device *device;
+    char *address;
+    size_t nbytes;
+    char *buffer;
+} remote_copy;
+
+/* A part of a tensor that is copied. */
+typedef struct remote_box {
+    tb_binding binding;       /* in device memory */
+    size_t copy;              /* index in the batch's `copies` */
+    bool is_read, is_written; /* before a transfer, and after a receive */
+} remote_box;
+
+typedef struct remote_tensor {
+    remote_pair *pair;
+    tb__bytes payload;
+    uint32_t fds[3]; /* indices in the batch's `fds` */
+    size_t nfds;
+    uint32_t memories[3]; /* likewise in its `memories` */
+    size_t nmemories;
+    TB_VEC(remote_box) boxes; /* what is copied of it */
+    bool is_on_device;        /* then it may have to be described again */
+    const char *name;         /* NULL: only the pair was added */
+    tb_tensor given;
+    struct {
+        uintptr_t first, last;
+    } areas[3]; /* its memory here */
+} remote_tensor;
+
+typedef struct remote_batch {
+    const tb__bus_ops *ops; /* first */
+    remote_world *world;
+    size_t refs; /* the user's, and one for each transfer */
+    char *name;
+    tb_batch_opts opts;
+    tb__arena arena; /* what the options and tensors point to */
+    TB_VEC(remote_tensor) tensors;
+    size_t nregistered; /* the first nregistered tensors; the rest is new */
+    TB_VEC(int) fds;    /* of all host memory that the tensors are in */
+    TB_VEC(remote_memory) memories;
+    TB_VEC(remote_copy) copies;
+    bool is_registered;
+    bool may_be_registered;  /* registering timed out: the agent may have the batch */
+    bool is_busy;            /* a call registers it, or removes a pair */
+    const char *invalidated; /* a tensor whose memory was; NULL: none */
+    bool agent_invalidated;  /* the agent has done so, too: transfers fail there, on all their ranks */
+    uint64_t epoch;
+    remote_transfer *transfers[2]; /* by direction: received, sent */
+    tb_batch_state last;           /* what was received, as the agent has told ... */
+    _Atomic uint32_t *mark;        /* ... and whether it may have written more since then; memory that it shares */
+    bool is_given_up;              /* it may still do a transfer of which this process does not wait for the end */
+    bool is_torn_here;             /* what was received could not be copied to the tensors */
+    LIST_ENTRY(remote_batch) link;
+} remote_batch;
+
+/* The part of a transfer that goes through one pair. */
+typedef struct remote_part {
+    const char *pair, *side; /* the transfer's arena; NULL: the agent's own group */
+    tb_transfer_state state;
+    const char *why;
+    uint64_t received;
+    bool is_torn;
+} remote_part;
+
+struct remote_transfer {
+    const tb__bus_ops *ops; /* first */
+    remote_batch *batch;
+    bool is_send;
+    tb_transfer_opts opts;
+    uint64_t seq;
+    int64_t deadline_ms; /* the agent's deadline, and a grace period for its answer */
+    unsigned events;     /* that the program may see */
+    bool has_ended;
+    tb_status status; /* of one that has ended */
+    char why[TB__LINK_WHY];
+    tb_transfer_state state;   /* the last that was told */
+    tb__arena arena;           /* of the parts */
+    TB_VEC(remote_part) parts; /* the same */
+    bool has_news;             /* that no wait or query has seen */
+    int fd;                    /* an eventfd that is readable then; -1: it was not asked for */
+    unsigned told; /* events that the agent has told, of a transfer that calls functions of the user first */
+    bool is_told_end;
+    bool has_progress, may_proceed, has_proceeded, is_committing;
+    size_t ncalls;                                          /* functions of the user that are being called */
+    enum { NOT_DELIVERED, DELIVERING, DELIVERED } delivery; /* of what was received to memory that is copied here */
+    tb_status delivered;
+    char delivery_why[TB__LINK_WHY];
+    uint64_t ngroups; /* groups of tensors that were delivered before */
+    LIST_ENTRY(remote_transfer) link;
+};
+
+/* remote_world.c */
+/* TB_REFUSED in a forked child. Every public call checks this first; `what` names the object. */
+tb_status tb__remote_check(const remote_world *world, const char *what);
+/* In a forked child: whether a thread was changing the world's objects at the fork, so that they can't be freed. */
+bool tb__remote_is_half_changed(const remote_world *world);
+bool tb__remote_is_inherited(const remote_world *world);
+void tb__remote_unref(remote_world *world); /* without the lock */
+int tb__remote_timeout(const remote_world *world, int timeout_ms);
+const remote_seat *tb__remote_find_seat(const remote_world *world, const char *group); /* NULL: there is none */
+/* Waits for the reply to a pair that was made with no_wait. */
+tb_status tb__remote_await_pair(remote_pair *pair, int64_t deadline_ms);
+void tb__remote_pair_unref(remote_pair *pair);
+/* Starts the thread that reads, unless it runs. */
+tb_status tb__remote_start_thread(remote_world *world);
+
+/* remote_batch.c */
+/* Describes host memory of this process for the agent: a file and an offset, or an address. */
+tb_status tb__remote_describe_host(remote_batch *batch, remote_tensor *tensor, const void *at, size_t nbytes,
+                                   tb__payload_memory *out);
+void tb__remote_batch_unref(remote_batch *batch); /* without the lock */
+tb_status tb__remote_register_locked(remote_batch *batch, int timeout_ms);
+
+/* remote_memory.c */
+/* The device that has the memory; NULL: the host has it. With the device lock, like those that follow. */
+tb_status tb__remote_find_device(remote_world *world, const void *at, size_t nbytes, tb__device **device,
+                                 tb__memory *memory);
+/* Describes it for the agent. *copy is the index of its copy, SIZE_MAX if the agent maps it. */
+tb_status tb__remote_describe_device(remote_batch *batch, remote_tensor *tensor, tb__device *device,
+                                     const tb__memory *memory, const void *at, size_t nbytes, tb__payload_memory *out,
+                                     size_t *copy);
+/* TB_INVALID, naming a tensor, if memory that the agent maps was remapped: the agent would go on with the old one. */
+tb_status tb__remote_check_memories(const remote_batch *batch);
+/* Adds what the message says of device memory that the new tensors are in: payloads, to be freed by the caller with
+ * their entries, and descriptors, which are to be closed. */
+tb_status tb__remote_share_memories(const remote_batch *batch, size_t nfds, tb__entries *out, tb__memory_key *fds);
+/* Copies what is not mapped: before a transfer; or after it, what came through a pair, of groups of tensors from
+ * `first` to before `last`. */
+tb_status tb__remote_copy_out(const remote_batch *batch, int64_t deadline_ms);
+tb_status tb__remote_copy_back(const remote_batch *batch, const remote_pair *pair, uint64_t first, uint64_t last,
+                               int64_t deadline_ms);
+/* Waits until the work that is on the stream now is done, if any tensor is on a device. */
+tb_status tb__remote_wait_stream(const remote_batch *batch, const void *stream, int64_t deadline_ms);
+void tb__remote_close_devices(remote_world *world);
+
+/* remote_state.c: with the lock held. */
+void tb__remote_on_event(void *world, const tb__message *event);
+/* Reads what a message says of the transfer. */
+void tb__remote_read_states(remote_transfer *transfer, const tb__entries *states);
+/* Asks the agent; the reply is the caller's. */
+tb_status tb__remote_query(remote_batch *batch, tb__state_name what, tb__asked_direction direction,
+                           tb__link_reply **out);
+/* The agent is gone: what was under way has ended. */
+void tb__remote_note_loss(remote_world *world);
+/* Calls functions of the user that are due. For the thread that reads. */
+void tb__remote_call_user(remote_world *world);
+void tb__remote_clear_news(remote_transfer *transfer);
+
+/* remote_transfer.c */
+/* Copies what was received to memory that is copied here, once. Returns its failure. */
+tb_status tb__remote_deliver(remote_transfer *transfer);
+
+/* remote_batch.c */
+/* Marks batches with tensors in these bytes. Returns whether the agent may use any of the bytes. */
+bool tb__remote_mark_invalidated(remote_world *world, uintptr_t first, uintptr_t last);
+/* When the agent has done the same. */
+void tb__remote_note_invalidated(remote_world *world);
+/* Fails with the name of the tensor. */
+tb_status tb__remote_fail_invalidated(const remote_batch *batch);
+
+#endif

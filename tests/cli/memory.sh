@@ -1,0 +1,10 @@
+#!/bin/sh
+# Tensors in files that are not sealed.
+# shellcheck source=tests/cli/support.sh
+. "$(dirname -- "$0")/support.sh"
+
+mkdir "$tmp/agents"
+python3 -B "$(dirname -- "$0")/memory.py" "$TENSORBUS" "$tmp/agents" >"$out" 2>&1 || fail "$(cat "$out")"
+[ -z "$(ls -A "$tmp/agents")" ] || fail "left behind: $(ls -A "$tmp/agents")"
+
+finish
