@@ -8,8 +8,6 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* ---- Worlds ---------------------------------------------------------------------------------------------------- */
-
 tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
                         tb_world **out) {
     static const char agent[] = "agent:";
@@ -67,8 +65,6 @@ uint64_t tb_world_plan_bytes(const tb_world *world) {
     return tb__ops_of(world)->world_plan_bytes(world);
 }
 
-/* ---- Pairs ----------------------------------------------------------------------------------------------------- */
-
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                          const tb_pair_opts *opts, tb_pair **out) {
     return tb__ops_of(world)->pair_create(world, name, remote_group, layout, opts, out);
@@ -82,8 +78,6 @@ void tb_pair_destroy(tb_pair *pair) {
 static tb_status check_same_kind(const void *object, const tb_pair *pair) {
     return tb__ops_of(object) == tb__ops_of(pair) ? TB_OK : tb__fail(TB_INVALID, "the pair is of another world");
 }
-
-/* ---- Batches --------------------------------------------------------------------------------------------------- */
 
 /* Matching empty lists checks only the options. */
 static tb_status check_matching(const tb_batch_opts *o) {
@@ -179,8 +173,6 @@ void tb_batch_destroy(tb_batch *batch) {
         tb__ops_of(batch)->batch_destroy(batch);
 }
 
-/* ---- Transfers ------------------------------------------------------------------------------------------------- */
-
 static tb_status begin_transfer(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     tb_transfer_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
@@ -268,8 +260,6 @@ void tb_transfer_destroy(tb_transfer *transfer) {
     if (transfer)
         tb__ops_of(transfer)->transfer_destroy(transfer);
 }
-
-/* ---- The tables ------------------------------------------------------------------------------------------------ */
 
 #define LOCAL(type, name, parameters)  .name = tb__local_##name,
 #define REMOTE(type, name, parameters) .name = tb__remote_##name,

@@ -118,8 +118,6 @@ tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *nam
     return status;
 }
 
-/* ---- Agreement ------------------------------------------------------------------------------------------------- */
-
 /* Makes an exchange for each pair that has none, whichever of its sides this process is on. */
 static tb_status make_exchanges(tb_batch *batch) {
     for (size_t i = 0; i < batch->pairs.count; i++) {

@@ -13,8 +13,6 @@ enum { MOST_QUESTIONS = 256 };
 
 void (*tb__commit_on_transition)(const tb__engine *engine, const char *const names[4]);
 
-/* ---- The table -------------------------------------------------------------------------------------------------- */
-
 static const struct transition {
     tb__commit_state state;
     tb__commit_input input;
@@ -48,8 +46,6 @@ bool tb__commit_table_has(const char *const names[4]) {
     }
     return false;
 }
-
-/* ---- Helpers ---------------------------------------------------------------------------------------------------- */
 
 static uint64_t store_now(const tb__commit *c) {
     return tb__directory_store_number(c->engine->batch->world->directory);
@@ -102,8 +98,6 @@ static size_t count_parts(const tb__commit *c) {
     return n;
 }
 
-/* ---- What is remembered ----------------------------------------------------------------------------------------- */
-
 static const tb__outcome_record *find_outcome(const tb__commit *c, const tb__nonce *nonce, uint64_t version) {
     for (int i = 0; i < 2; i++) {
         const tb__outcome_record *o = &c->known[i];
@@ -134,8 +128,6 @@ static bool is_refused(const tb__commit *c) {
     const tb__vector *v = &c->engine->current;
     return tb__nonces_equal(&c->prepared_nonce, &v->nonce) && v->version <= c->refused;
 }
-
-/* ---- Inputs ----------------------------------------------------------------------------------------------------- */
 
 /* Inputs that are looked up at each step. */
 typedef struct conditions {
@@ -289,8 +281,6 @@ static tb__commit_input find_input(tb__commit *c, const conditions *s) {
     }
     return INPUT_NONE;
 }
-
-/* ---- Messages --------------------------------------------------------------------------------------------------- */
 
 static void send_prepared(tb__commit *c) {
     tb__pack pack = {0};
@@ -452,8 +442,6 @@ bool tb__commit_message(tb__commit *c, int32_t seat, uint32_t kind, tb__unpack *
     return is_valid;
 }
 
-/* ---- The store -------------------------------------------------------------------------------------------------- */
-
 static void name_question(const tb__nonce *nonce, uint64_t version, char *out, size_t room) {
     snprintf(out, room, "%016" PRIx64 "%016" PRIx64 "/%" PRIu64, nonce->word[0], nonce->word[1], version);
 }
@@ -496,8 +484,6 @@ static void delete_old_questions(tb__commit *c) {
         memmove(c->questions.item, c->questions.item + 1, --c->questions.count * sizeof *c->questions.item);
     }
 }
-
-/* ---- Outputs ---------------------------------------------------------------------------------------------------- */
 
 static tb_status fail_in_doubt(const tb__commit *c, const char *why) {
     return tb__fail(TB_IN_DOUBT, "whether version %" PRIu64 " of batch '%s' is committed is not known: %s",
@@ -626,8 +612,6 @@ static void perform_output(tb__commit *c, tb__commit_output output) {
     }
 }
 
-/* ---- Steps ------------------------------------------------------------------------------------------------------ */
-
 /* Does not wait any longer for devices that copy the shadows. */
 static void give_up_apply(tb__commit *c) {
     const tb__engine_part *part;
@@ -662,8 +646,6 @@ bool tb__commit_step(tb__commit *c) {
 bool tb__commit_is_open(const tb__commit *c) {
     return c->state == COMMIT_IDLE;
 }
-
-/* ---- What the flows say ----------------------------------------------------------------------------------------- */
 
 static void on_shadow_event(void *arg, tb__shadow_event event, uint64_t attempt, tb_status status, const char *why) {
     tb__engine_part *part = arg;
@@ -735,8 +717,6 @@ void tb__commit_own_flow(tb__engine_part *part, tb__shadow *owner) {
                           .list = list_shadows};
 }
 
-/* ---- Life ------------------------------------------------------------------------------------------------------- */
-
 tb_status tb__commit_init(tb__commit *c, tb__engine *engine) {
     tb_world *world = engine->batch->world;
     *c = (tb__commit){.engine = engine, .is_used = engine->batch->opts.commit == TB_SHADOW};
@@ -773,8 +753,6 @@ void tb__commit_begin(tb__commit *c, const tb_transfer_opts *opts) {
     c->wake_ms = 0;
     set_committing(c, opts);
 }
-
-/* ---- Doubts ----------------------------------------------------------------------------------------------------- */
 
 bool tb__commit_is_in_doubt(const tb__commit *c) {
     return c->state >= COMMIT_IN_DOUBT;

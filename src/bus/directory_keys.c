@@ -184,8 +184,3 @@ tb__seat_name tb__seat_describe(const tb__seat_record *seat) {
         snprintf(name.text + length, sizeof name.text - (size_t)length, " (bus rank %" PRId32 ")", seat->rank);
     return name;
 }
-
-bool tb__number_decode(const tb__store_value *value, int64_t max, int64_t *out) {
-    const char *at = value->data;
-    return at && consume_number(&at, 0, max, out) && at == (const char *)value->data + value->nbytes;
-}

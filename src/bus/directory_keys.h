@@ -83,7 +83,4 @@ typedef struct tb__seat_name {
 
 tb__seat_name tb__seat_describe(const tb__seat_record *seat);
 
-/* Parses a decimal number from 0 to `max`. */
-bool tb__number_decode(const tb__store_value *value, int64_t max, int64_t *out);
-
 #endif

@@ -83,8 +83,6 @@ tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadl
     return TB_OK;
 }
 
-/* ---- Deleting in the background --------------------------------------------------------------------------------- */
-
 /* With the lock held. If another process has taken this one's rank or seat, nothing is left to delete. */
 static bool has_withdrawn_notes(const tb__directory *d) {
     bool is_owing = false;
@@ -131,8 +129,6 @@ void tb__directory_retry_withdrawals(tb__directory *d) {
     if (has_failed)
         tb__log(TB_LOG_WARN, "directory: what was withdrawn stays in the store for now: %s", tb_error_detail());
 }
-
-/* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
 static tb_status check_note(const tb__directory *d, const char *group, int32_t index) {
     const tb__own_seat *own = tb__directory_find_seat(d, group);

@@ -12,8 +12,6 @@
 
 enum { MOST_CHOICES = 4096, MOST_EARLY = 4096, MOST_VECTORS = 4096 };
 
-/* ---- Vectors ---------------------------------------------------------------------------------------------------- */
-
 bool tb__nonces_equal(const tb__nonce *a, const tb__nonce *b) {
     return a->word[0] == b->word[0] && a->word[1] == b->word[1];
 }
@@ -53,16 +51,6 @@ static const struct tb__choice *find_choice(const tb__vector *v, uint64_t pair) 
     return NULL;
 }
 
-bool tb__vectors_equal(const tb__vector *a, const tb__vector *b) {
-    bool are_equal =
-        tb__nonces_equal(&a->nonce, &b->nonce) && a->version == b->version && a->choices.count == b->choices.count;
-    for (size_t i = 0; i < a->choices.count && are_equal; i++) {
-        const struct tb__choice *other = find_choice(b, a->choices.item[i].pair);
-        are_equal = other && other->attempt == a->choices.item[i].attempt;
-    }
-    return are_equal;
-}
-
 void tb__vector_fini(tb__vector *vector) {
     free(vector->choices.item);
     *vector = (tb__vector){0};
@@ -79,8 +67,6 @@ static bool copy_vector(tb__vector *to, const tb__vector *from) {
     to->version = from->version;
     return true;
 }
-
-/* ---- Parts ------------------------------------------------------------------------------------------------------ */
 
 tb__engine_part *tb__engine_next_part(const tb__engine *engine, size_t *i) {
     const tb_batch *batch = engine->batch;
@@ -108,8 +94,6 @@ static size_t count_parts(const tb__engine *engine) {
         n += part->is_in;
     return n;
 }
-
-/* ---- Life ------------------------------------------------------------------------------------------------------- */
 
 static void on_engine_message(tb__port *port, tb__peer *from, tb__unpack *message);
 
@@ -197,8 +181,6 @@ static void drop_vector(tb__engine *engine, size_t i) {
             (--engine->vectors.count - i) * sizeof *engine->vectors.item);
 }
 
-/* ---- Registration ----------------------------------------------------------------------------------------------- */
-
 tb_status tb__engine_draw_nonce(tb__engine *engine) {
     if (engine->index != 0)
         return TB_OK;
@@ -265,8 +247,6 @@ void tb__engine_on_agreed(tb__engine_part *part, const tb__engine_manifest *rank
     engine->early.count -= n;
     memmove(engine->early.item, engine->early.item + n, engine->early.count * sizeof *engine->early.item);
 }
-
-/* ---- Messages --------------------------------------------------------------------------------------------------- */
 
 /* What is lost for lack of memory is made up for: a rank that hears nothing asks, or fails at its deadline. */
 void tb__engine_send(tb__engine *engine, int32_t seat, tb__pack *message) {
@@ -345,8 +325,6 @@ static void on_engine_message(tb__port *port, tb__peer *from, tb__unpack *messag
                                     from->label, engine->batch->name, (unsigned)kind),
                            true);
 }
-
-/* ---- The version ------------------------------------------------------------------------------------------------ */
 
 static void fail_parts(tb__engine *engine, tb_status status, const char *why) {
     tb__engine_part *part;
@@ -520,8 +498,6 @@ void tb__engine_record_abort(tb__engine *engine, const tb__vector *vector, tb_st
     }
     tb__loop_wake(engine->batch->world->loop);
 }
-
-/* ---- Receives --------------------------------------------------------------------------------------------------- */
 
 void tb__engine_begin(tb__engine *engine, const tb_transfer_opts *opts) {
     tb__engine_part *part;

@@ -31,7 +31,6 @@ typedef struct tb__vector {
 void tb__vector_pack(tb__pack *pack, const tb__vector *vector);
 /* False: it is not valid, or there is no memory. */
 bool tb__vector_unpack(tb__unpack *message, tb__vector *out);
-bool tb__vectors_equal(const tb__vector *a, const tb__vector *b);
 void tb__vector_fini(tb__vector *vector);
 
 /* How the ranks of a group have ended their transfers with whole_group: whole.c. By direction: receives, sends. */

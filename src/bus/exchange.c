@@ -4,7 +4,6 @@
 
 #include "base/descriptors.h"
 #include "base/int.h"
-#include "base/log.h"
 #include "bus/pair_notes.h"
 
 #include <inttypes.h>
@@ -70,8 +69,6 @@ static int compare_tensor_names(const void *a, const void *b) {
     const tb__added_tensor *const *x = a, *const *y = b;
     return strcmp((*x)->name, (*y)->name);
 }
-
-/* ---- Making one ------------------------------------------------------------------------------------------------ */
 
 /* Names have no control characters. */
 static void format_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
@@ -311,8 +308,6 @@ void tb__exchange_destroy(tb__exchange *exchange) {
     free(exchange);
 }
 
-/* ---- Agreement -------------------------------------------------------------------------------------------------- */
-
 static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *message) {
     uint32_t to = tb__unpack_u32(message);
     tb__set_detail("truncated or malformed");
@@ -469,8 +464,6 @@ static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *mess
         tb__exchange_break(exchange, TB_NO_MEMORY, true);
     }
 }
-
-/* ---- Manifests, out and in ------------------------------------------------------------------------------------- */
 
 /* In manifests, because some ranks may not have noticed that a side has made the pair again with another layout. */
 static uint64_t hash_layouts(const tb_pair *pair) {

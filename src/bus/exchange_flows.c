@@ -1,7 +1,6 @@
 /* Matches the tensors of the two sides, in each direction, and makes the flows. */
 #include "bus/exchange.h"
 
-#include "base/text.h"
 #include "layout/overlap.h"
 #include "reshard/names.h"
 #include "reshard/pattern.h"
@@ -9,8 +8,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-
-/* ---- How names are matched ------------------------------------------------------------------------------------- */
 
 /* The ties and ignored patterns of all ranks, each once. */
 typedef struct matching {
@@ -175,8 +172,6 @@ static tb_status match_tensors(const tb__exchange *exchange, int src, const matc
         tb_match_fini(out);
     return status;
 }
-
-/* ---- Flows ----------------------------------------------------------------------------------------------------- */
 
 static tb_status bind_side_tensor(const tb__side_tensor *held, tb_binding *out) {
     if (held->mine) {

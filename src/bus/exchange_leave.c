@@ -1,8 +1,6 @@
 /* Goodbyes: what a rank says when it leaves an exchange, because its batch is destroyed, and what its peers do then. */
 #include "bus/exchange.h"
 
-/* ---- Out ------------------------------------------------------------------------------------------------------- */
-
 static void pack_failure(tb__pack *pack, const tb__failure *last) {
     tb__pack_u64(pack, last->attempt);
     tb__pack_u64(pack, last->number);
@@ -30,8 +28,6 @@ void tb__exchange_leave(tb__exchange *exchange) {
     tb__handshake_leave(&exchange->handshake, &goodbye);
     tb__pack_fini(&goodbye);
 }
-
-/* ---- In -------------------------------------------------------------------------------------------------------- */
 
 void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
     for (int i = 0; i < 2; i++) {

@@ -4,11 +4,6 @@
 #include "base/int.h"
 #include "layout/overlap.h"
 
-#include <stdio.h>
-#include <string.h>
-
-/* ---- What a side asks for -------------------------------------------------------------------------------------- */
-
 static const char *commit_name(tb_commit commit) {
     return commit == TB_SHADOW ? "shadow" : "in place";
 }
@@ -29,8 +24,6 @@ tb_status tb__exchange_agree_modes(tb__exchange *exchange) {
     }
     return TB_OK;
 }
-
-/* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
 
 /* Tensors that are parts of one storage share its shadow. */
 static tb_status alloc_shadow(tb__loop *loop, tb__encoded_shadows *shadows, tb__encoded_shadow *s) {
@@ -112,8 +105,6 @@ void tb__exchange_free_shadows(tb__encoded_shadows *shadows) {
     free(shadows->all.item);
     tb__index_fini(&shadows->by_data);
 }
-
-/* ---- Overlap ---------------------------------------------------------------------------------------------------- */
 
 tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *receives, const tb__exchange *from,
                                    const tb__flow *sends) {

@@ -20,8 +20,6 @@ enum {
  * that it waits up to ANSWER_MS for the answer. */
 enum { ASK_MS = 2000, ANSWER_MS = 250 };
 
-/* ---- Life ------------------------------------------------------------------------------------------------------ */
-
 static int compare_peers(const void *a, const void *b) {
     const tb__peer *const *x = a, *const *y = b;
     return ((*x)->rank > (*y)->rank) - ((*x)->rank < (*y)->rank);
@@ -127,8 +125,6 @@ static tb__handshake *find_handshake(const tb_world *world, const char *key) {
 bool tb__handshake_exists(const tb_world *world, const char *key) {
     return find_handshake(world, key) != NULL;
 }
-
-/* ---- Out ------------------------------------------------------------------------------------------------------- */
 
 static void begin_message(tb__pack *pack, uint32_t kind, const char *key, uint32_t port) {
     tb__pack_u32(pack, kind);
@@ -297,8 +293,6 @@ void tb__handshake_leave(tb__handshake *handshake, const tb__pack *goodbye) {
     }
     tb__pack_fini(&message);
 }
-
-/* ---- In -------------------------------------------------------------------------------------------------------- */
 
 void tb__early_manifest_fini(tb__early_manifest *early) {
     free(early->key);
@@ -582,8 +576,6 @@ void tb__handshake_on_lost(tb_world *world, const tb__peer *peer) {
             drop_early_manifest(world, i);
     }
 }
-
-/* ---- Waiting --------------------------------------------------------------------------------------------------- */
 
 static bool must_ask(const tb__handshake *handshake) {
     return handshake->nunconfirmed > 0 && handshake->status == TB_OK && !tb__handshake_is_lead(handshake);

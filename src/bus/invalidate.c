@@ -26,8 +26,6 @@ bool tb__binding_overlaps(const tb_binding *binding, uintptr_t first, uintptr_t 
     return tb__binding_span(binding, &from, &to) == TB_OK && from < last && first < to;
 }
 
-/* ---- Batches ---------------------------------------------------------------------------------------------------- */
-
 static bool bytes_overlap(const void *base, size_t nbytes, uintptr_t first, uintptr_t last) {
     uintptr_t from = (uintptr_t)base;
     return base && nbytes > 0 && from < last && first < from + nbytes;
@@ -72,8 +70,6 @@ bool tb__batch_has_invalidated(const tb_batch *batch) {
     tb__loop_unlock(batch->world->loop);
     return has_some;
 }
-
-/* ---- All of a world --------------------------------------------------------------------------------------------- */
 
 typedef struct invalidation {
     tb_world *world;

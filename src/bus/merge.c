@@ -34,8 +34,6 @@ void tb__shape_text(const tb_shape *shape, char *out, size_t room) {
         at += (size_t)snprintf(out + at, room - at, "%s%" PRId64, d ? "," : "", shape->dim[d]);
 }
 
-/* ---- Layouts --------------------------------------------------------------------------------------------------- */
-
 /* Made once for each text. */
 static tb_status get_side_layout(tb__exchange *exchange, int side, const char *text, const tb_layout **out) {
     text = text ? text : exchange->pair->sides[side].layout;
@@ -59,8 +57,6 @@ static tb_status get_side_layout(tb__exchange *exchange, int side, const char *t
     *out = layout;
     return TB_OK;
 }
-
-/* ---- Who says what --------------------------------------------------------------------------------------------- */
 
 static const char *label_of(const side_merge *j, int32_t seat) {
     return j->exchange->pair->sides[j->side].peers[seat]->label;
@@ -155,8 +151,6 @@ static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, ui
     return tb__fail(TB_CONFLICT, "tensor '%.100s' was not added to %s by all who hold a part of it: %s has not",
                     held->desc->name, j->exchange->what, missing);
 }
-
-/* ---- Together -------------------------------------------------------------------------------------------------- */
 
 static int compare_list_entries(const void *a, const void *b) {
     const entry *x = a, *y = b;

@@ -27,8 +27,6 @@ enum {
     HINT_MS = 1000,
 };
 
-/* ---- Layouts --------------------------------------------------------------------------------------------------- */
-
 bool tb__pair_has_layout(const char *layout) {
     return strcmp(layout, TB__NO_LAYOUT) != 0;
 }
@@ -59,8 +57,6 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
     tb_layout_destroy(seats);
     return status;
 }
-
-/* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
 typedef struct pairing {
     tb_pair *pair;
@@ -264,8 +260,6 @@ static bool check_requests(void *arg) {
     return is_pairing_over(arg) || evaluate_requests(arg);
 }
 
-/* ---- Hints ------------------------------------------------------------------------------------------------------ */
-
 static uint64_t hash_bytes(uint64_t hash, const void *data, size_t nbytes) {
     for (size_t i = 0; i < nbytes; i++)
         hash = tb__hash(hash, ((const unsigned char *)data)[i]);
@@ -342,8 +336,6 @@ void tb__pairs_hint(tb_world *world) {
             tb__log(TB_LOG_INFO, "the ranks of pair '%s' do not hear that it has changed: %s", name, tb_error_detail());
     }
 }
-
-/* ---- Making one ------------------------------------------------------------------------------------------------ */
 
 /* Whether this rank is connected with the peer in this seat as long as the pair exists: a lead, the first rank of a
  * side, is with all ranks of its side and with the other lead; between machines with those of the other side, too,

@@ -9,8 +9,6 @@
 
 #include <string.h>
 
-/* ---- What a plan is made from ---------------------------------------------------------------------------------- */
-
 /* Layouts that were packed already: many tensors share few of them. */
 typedef struct packed_layouts {
     TB_VEC(const tb_layout *) list;
@@ -90,8 +88,6 @@ static bool is_comparable(const tb_tensor_spec *specs, size_t nspecs) {
     }
     return true;
 }
-
-/* ---- Plans that are kept --------------------------------------------------------------------------------------- */
 
 static struct tb__kept_plan *find_kept_plan(tb__plans *plans, uint64_t hash, const tb__pack *key) {
     for (size_t i = 0; i < plans->kept.count; i++) {

@@ -78,8 +78,6 @@ void tb__signal_fini(tb__signal *signal) {
     free(signal->runs.item);
 }
 
-/* ---- Asking ----------------------------------------------------------------------------------------------------- */
-
 typedef struct asking {
     tb__engine *engine;
     const tb__peer *lead;

@@ -7,9 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
-
-/* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
 static void signal_waiters(tb_transfer *t) {
     eventfd_write(t->event, 1);
@@ -188,8 +185,6 @@ static bool step_transfer(tb__task *task) {
     t->task.deadline_ms = t->has_ended ? INT64_MAX : next_deadline_ms(t);
     return did;
 }
-
-/* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
 /* The side of the exchange for which this process acts. */
 static tb_status choose_side(const tb__exchange *exchange, bool is_send, const char *group, int *out) {
@@ -399,8 +394,6 @@ tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts 
     *out = t;
     return TB_OK;
 }
-
-/* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
 
 tb_status tb__local_proceed(tb_transfer *t) {
     TB_TRY(tb__transfer_check(t));

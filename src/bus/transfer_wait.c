@@ -1,7 +1,6 @@
 /* The state of a transfer, and waiting for it. */
 #include "bus/transfer_inside.h"
 
-#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -18,8 +17,6 @@ const char *tb_phase_name(tb_phase phase) {
 tb_status tb__transfer_check(const tb_transfer *t) {
     return tb__world_check(t->batch->world, "transfer");
 }
-
-/* ---- State ----------------------------------------------------------------------------------------------------- */
 
 static void add_leg(const tb__flow *flow, const tb__leg *leg, tb_transfer_state *out) {
     uint64_t number = leg->attempt ? tb__flow_number(flow, leg->attempt) : 0;
@@ -127,8 +124,6 @@ int tb__local_transfer_fd(const tb_transfer *t) {
     return tb__transfer_check(t) == TB_OK ? t->event : -1;
 }
 
-/* ---- Wait ------------------------------------------------------------------------------------------------------ */
-
 typedef struct waiting {
     tb_transfer *t;
     unsigned event;
@@ -232,8 +227,6 @@ tb_status tb__local_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
     tb__loop_unlock(loop);
     return status;
 }
-
-/* ---- Streams --------------------------------------------------------------------------------------------------- */
 
 /* The device whose streams order the batch's tensors; NULL: all are in host memory. Host memory is not ordered by
  * streams: *is_on_host says whether any tensor is there. */

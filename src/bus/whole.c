@@ -6,7 +6,6 @@
 
 #include <inttypes.h>
 #include <stdio.h>
-#include <string.h>
 
 static bool has_ended(const tb__engine *engine, int32_t seat, bool is_send, uint64_t number) {
     return engine->whole.ranks && engine->whole.ranks[seat].number[is_send] >= number;
@@ -87,8 +86,6 @@ void tb__whole_forget(tb__engine *engine, int32_t seat) {
 void tb__whole_fini(tb__whole *whole) {
     free(whole->ranks);
 }
-
-/* ---- For a transfer ---------------------------------------------------------------------------------------------- */
 
 void tb__whole_tell(tb__engine *engine, bool is_send, uint64_t number, tb_status status, const char *why) {
     if (number == 0 || !engine->peers)

@@ -258,8 +258,6 @@ tb_status tb__local_world_progress(tb_world *world) {
     return TB_OK;
 }
 
-/* ---- Waiting for a group --------------------------------------------------------------------------------------- */
-
 tb__label tb__label_of(int32_t rank, const char *group, int32_t seat) {
     tb__label label;
     snprintf(label.text, sizeof label.text, "rank %" PRId32 " (%s %" PRId32 ")", rank, group, seat);

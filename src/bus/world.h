@@ -149,8 +149,6 @@ tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs,
 void tb__plans_fini(tb__plans *plans);
 void tb__plans_query(const tb_world *world, tb__plans_state *out); /* without the lock */
 
-/* ---- Pairs ---------------------------------------------------------------------------------------------------- */
-
 /* The layout of a pair that was made without one: seat i sends to seat i, and each seat's tensors are its own. They are
  * planned as tensors that only this seat has. Names of other seats' tensors do not matter: tensor 'w' of seat 2 is
  * 'w@2' to the others. */
@@ -206,7 +204,7 @@ bool tb__pair_is_stale(const tb_pair *pair);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 
-/* ---- Losses: losses.c ------------------------------------------------------------------------------------------ */
+/* Losses: losses.c. */
 
 enum { TB__WORLD_LOST = 16 }; /* a message to the world's port, beside those of handshakes */
 /* Tells the peer who is lost, as far as this process knows. With the lock held. */
@@ -215,8 +213,6 @@ void tb__losses_tell(tb_world *world, tb__peer *to);
 void tb__losses_tell_all(tb_world *world);
 /* Such a message. It counts for ranks of pairs that `from` leads, if this process is not connected with them. */
 void tb__losses_on_message(tb_world *world, const tb__peer *from, tb__unpack *message);
-
-/* ---- Batches -------------------------------------------------------------------------------------------------- */
 
 /* The memory areas of a tensor. */
 enum { TB__DATA, TB__SCALES, TB__SCALE, TB__MEMORIES };

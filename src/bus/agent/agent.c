@@ -13,7 +13,6 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000 };
 
@@ -86,8 +85,6 @@ int32_t tb__agent_rank(const tb__agent *agent) {
 void tb__agent_stop(tb__agent *agent) {
     eventfd_write(agent->stop, 1);
 }
-
-/* ---- The loop -------------------------------------------------------------------------------------------------- */
 
 /* Closes sessions that have not sent a Hello in time, and closing ones that do not take their replies. Returns the next
  * deadline. */

@@ -19,8 +19,6 @@ typedef struct filling {
     tb__mirrored mirrored;        /* what of it is */
 } filling;
 
-/* ---- Memory ---------------------------------------------------------------------------------------------------- */
-
 static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__client_file **out) {
     agent_job *job = f->job;
     if (m->fd >= job->nfds)
@@ -164,8 +162,6 @@ tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
         drop_files(b, round);
     return TB_OK;
 }
-
-/* ---- Tensors --------------------------------------------------------------------------------------------------- */
 
 /* This rank's part of the stored tensor. */
 static tb_status get_local(const filling *f, const tb__tensor_payload *p, tb_shape *out) {

@@ -6,8 +6,6 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* ---- Batches --------------------------------------------------------------------------------------------------- */
-
 static agent_batch *find_batch(const tb__agent *agent, const char *id) {
     for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
         if (strcmp(b->id, id) == 0)
@@ -272,8 +270,6 @@ static void begin_register(agent_job *job) {
     tb__agent_job_start(job, tb__agent_batch_fill);
 }
 
-/* ---- The others ------------------------------------------------------------------------------------------------ */
-
 static tb_status run_remove_pair(agent_job *job) {
     return tb__agent_batch_drop(job->batch, job->leaving);
 }
@@ -421,8 +417,6 @@ static void finish_other(agent_job *job) {
     if (b)
         tb__agent_batch_job_ended(b);
 }
-
-/* ---- All of them ----------------------------------------------------------------------------------------------- */
 
 static const struct command {
     void (*begin)(agent_job *job);    /* NULL: it only runs: */

@@ -112,8 +112,6 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     tb__agent_finish_command(job);
 }
 
-/* ---- The end --------------------------------------------------------------------------------------------------- */
-
 /* The semaphore is the client's, which made it for this command; it is gone when it has been posted. */
 static void post_semaphore(const agent_job *job) {
     const char *name = job->message.semaphore_name;
@@ -156,8 +154,6 @@ void tb__agent_job_end(agent_job *job, tb_status status) {
     if (s->is_closing)
         tb__agent_session_close_when_sent(s);
 }
-
-/* ---- Background work ------------------------------------------------------------------------------------------- */
 
 static void finish_background_job(agent_job *job) {
     job->after(job->arg);

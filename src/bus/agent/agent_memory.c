@@ -2,9 +2,7 @@
  * where it is. Peers map it by the same keys. */
 #include "bus/agent/agent_inside.h"
 
-#include <fcntl.h>
 #include <inttypes.h>
-#include <string.h>
 
 /* The key of a memory of the frame, with descriptors of its own. */
 static tb_status make_key(const agent_job *job, const tb__device_memory *m, tb__memory_key *out) {

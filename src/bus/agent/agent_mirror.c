@@ -103,8 +103,6 @@ tb_status tb__agent_read_mirrors(const agent_batch *b) {
     return TB_OK;
 }
 
-/* ---- Back ------------------------------------------------------------------------------------------------------ */
-
 /* Collects pieces of equal length for one write. */
 typedef struct writer {
     const tb__client_process *process;

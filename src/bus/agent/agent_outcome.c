@@ -5,8 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- Delivery -------------------------------------------------------------------------------------------------- */
-
 /* Of the groups of tensors from `first` to before `last`. */
 static tb_status write_back_unless_abandoned(agent_batch *b, const tb_pair *pair, uint64_t first, uint64_t last) {
     pthread_mutex_lock(&b->lock);
@@ -77,8 +75,6 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
     tb__agent_update_version(b);
     return first == TB_OK ? TB_OK : tb__fail(first, "%s", why);
 }
-
-/* ---- The end of a transfer ------------------------------------------------------------------------------------- */
 
 /* Records the result of one pair. Returns a failure to write the client's memory. */
 static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const tb_transfer *t, bool is_send,
@@ -221,8 +217,6 @@ void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, 
     if (status == TB_OK)
         out->states = (tb__entries){n + 1, item};
 }
-
-/* ---- What is told ---------------------------------------------------------------------------------------------- */
 
 bool tb__agent_is_torn(const agent_batch *b) {
     bool torn = false;

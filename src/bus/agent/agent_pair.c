@@ -44,8 +44,6 @@ static agent_pair *new_pair(tb__agent *agent, const tb__message *m, int32_t inde
     return p;
 }
 
-/* ---- Who waits for it, and who uses it ------------------------------------------------------------------------- */
-
 static void wait_for_pair(agent_pair *p, agent_job *job) {
     agent_job **at = &p->waiting;
     while (*at)
@@ -115,8 +113,6 @@ static void remove_user(agent_pair *p, const agent_session *s) {
         }
     }
 }
-
-/* ---- Its end --------------------------------------------------------------------------------------------------- */
 
 static void end_unused_pair(agent_pair *p);
 
@@ -209,8 +205,6 @@ void tb__agent_cleanup_pair(agent_job *job) {
     }
     tb__agent_job_end(job, TB_OK);
 }
-
-/* ---- InitPair -------------------------------------------------------------------------------------------------- */
 
 static tb_status run_init_pair(agent_job *job) {
     agent_pair *p = job->pair;

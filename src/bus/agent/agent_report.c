@@ -13,8 +13,6 @@
 
 enum { SENTENCE = 700 };
 
-/* ---- Pieces ---------------------------------------------------------------------------------------------------- */
-
 /* "key":"text" */
 static void report_text(tb__text *out, const char *key, const char *text) {
     tb__text_add(out, "\"%s\":", key);
@@ -38,8 +36,6 @@ static void report_transfer(tb__text *out, const tb_transfer_state *state, bool 
     report_phases(out, state);
     tb__text_add(out, "}");
 }
-
-/* ---- Lists ----------------------------------------------------------------------------------------------------- */
 
 static void report_clients(tb__text *out, const tb__agent *agent, const agent_session *asker) {
     const char *comma = "";
@@ -277,8 +273,6 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
     tb__text_add(&text, "}");
     return tb__text_take(&text, out);
 }
-
-/* ---- For other threads ----------------------------------------------------------------------------------------- */
 
 void tb__agent_serve_reports(tb__agent *agent) {
     pthread_mutex_lock(&agent->report_lock);

@@ -19,8 +19,6 @@ enum {
     FDS_AT_ONCE = 253,    /* what the system takes in one message */
 };
 
-/* ---- Life ------------------------------------------------------------------------------------------------------ */
-
 static bool exceeds_held_limit(const agent_session *s) {
     return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
 }
@@ -162,8 +160,6 @@ void tb__agent_session_release(agent_session *s) {
     tb__agent_drop_client(s->agent, s);
 }
 
-/* ---- Out ------------------------------------------------------------------------------------------------------- */
-
 void tb__agent_session_writable(agent_session *s) {
     while (!s->is_gone && s->nsent < s->out.count) {
         ssize_t n = send(s->socket, s->out.item + s->nsent, s->out.count - s->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -215,8 +211,6 @@ static void refuse_frame(agent_session *s, tb_status status) {
     tb__agent_session_reply(s, &reply);
     tb__agent_session_close_when_sent(s);
 }
-
-/* ---- In -------------------------------------------------------------------------------------------------------- */
 
 static bool is_agent_token(const char *wanted, const char *given) {
     size_t n = strlen(wanted), m = given ? strlen(given) : 0;

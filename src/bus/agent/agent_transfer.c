@@ -5,8 +5,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-/* ---- Events ---------------------------------------------------------------------------------------------------- */
-
 /* In the order in which they come. */
 static const struct {
     tb_event event;
@@ -137,8 +135,6 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over,
     return seen;
 }
 
-/* ---- The thread ------------------------------------------------------------------------------------------------ */
-
 /* Also if the transfer can't begin, starting it may have found out that an earlier receive is committed, which is
  * delivered then. */
 static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **out) {
@@ -243,8 +239,6 @@ static tb_status run_transfer(agent_job *job) {
     return TB_OK;
 }
 
-/* ---- Transfer -------------------------------------------------------------------------------------------------- */
-
 /* Commit mode and checksums are fixed at registration. */
 static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
     bool is_shadow = batch->opts.commit == TB_SHADOW;
@@ -328,8 +322,6 @@ void tb__agent_finish_transfer(agent_job *job) {
     tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
     tb__agent_batch_job_ended(b);
 }
-
-/* ---- What is asked of one that goes on ------------------------------------------------------------------------- */
 
 static bool is_asked(tb__state_name asked, tb__state_name name) {
     return asked == TB__STATE_ALL || asked == name;

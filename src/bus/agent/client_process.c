@@ -52,8 +52,6 @@ void tb__client_process_fini(tb__client_process *process) {
     process->pidfd = -1;
 }
 
-/* ---- Files ----------------------------------------------------------------------------------------------------- */
-
 /* A file that may shrink. */
 static tb_status keep_descriptor(int fd, const struct stat *info, int flags, tb__client_file *out) {
     if (!S_ISREG(info->st_mode))
@@ -169,8 +167,6 @@ tb_status tb__client_file_write(const tb__client_file *file, uint64_t at, const 
     }
     return TB_OK;
 }
-
-/* ---- Addresses ------------------------------------------------------------------------------------------------- */
 
 /* Whether the pid is still that of the process that connected. */
 static tb_status check_alive(const tb__client_process *process) {

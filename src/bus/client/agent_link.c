@@ -84,8 +84,6 @@ tb_status tb__link_call(tb__link *l, tb__message *message, const int *fds, size_
     return status;
 }
 
-/* ---- Life ------------------------------------------------------------------------------------------------------ */
-
 /* ECONNREFUSED is the error for a socket without a listener and for a file that is not a socket. */
 static tb_status fail_refused(const char *path) {
     struct stat info;

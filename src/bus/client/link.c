@@ -22,8 +22,6 @@ void tb__link_unlock(tb__link *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
-/* ---- Loss ------------------------------------------------------------------------------------------------------ */
-
 void tb__link_break(tb__link *l, const char *why) {
     if (l->broken != TB_OK)
         return;
@@ -47,8 +45,6 @@ static tb_status fail_over(tb__link *l, const char *why) {
     l->is_over = true;
     return break_and_fail(l, why);
 }
-
-/* ---- Receiving ------------------------------------------------------------------------------------------------- */
 
 void tb__link_reply_free(tb__link_reply *reply) {
     if (!reply)
@@ -221,8 +217,6 @@ void tb__link_wake(tb__link *l) {
     pthread_cond_broadcast(&l->changed);
 }
 
-/* ---- Sending --------------------------------------------------------------------------------------------------- */
-
 /* Sends some bytes, with some descriptors. Without the lock: *lost is why it could not. */
 static tb_status send_piece(const tb__link *l, const uint8_t *data, size_t nbytes, const int *fds, size_t nfds,
                             int64_t deadline_ms, size_t *sent, int *lost) {
@@ -324,8 +318,6 @@ tb_status tb__link_send(tb__link *l, const tb__bytes *frame, const int *fds, siz
         return break_and_fail(l, "there is no memory for what it did not take");
     return status;
 }
-
-/* ---- Life ------------------------------------------------------------------------------------------------------ */
 
 tb_status tb__link_create(const char *name, const char *is_gone, tb__link **out) {
     tb__link *l = tb__calloc(1, sizeof *l);

@@ -88,7 +88,7 @@ void tb__link_step(tb__link *link);
 void tb__link_wake(tb__link *link);
 void tb__link_sleep(tb__link *link); /* until something has changed */
 
-/* ---- To an agent (agent_link.c) -------------------------------------------------------------------------------- */
+/* To an agent: agent_link.c. */
 
 typedef struct tb__link_opts {
     int timeout_ms;                                        /* to connect, an agent's start included */

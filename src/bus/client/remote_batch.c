@@ -9,8 +9,6 @@
 
 #include <string.h>
 
-/* ---- Description ----------------------------------------------------------------------------------------------- */
-
 tb_status tb__remote_describe_host(remote_batch *b, remote_tensor *mine, const void *at, size_t nbytes,
                                    tb__payload_memory *out) {
     tb__arena_file file;
@@ -154,8 +152,6 @@ static tb_status describe_tensor(remote_batch *b, remote_tensor *mine, const tb_
     return t->encode ? describe_encoded(&d) : describe_plain(&d);
 }
 
-/* ---- Tensors --------------------------------------------------------------------------------------------------- */
-
 static void free_tensor(remote_tensor *t) {
     free(t->payload.item);
     free(t->boxes.item);
@@ -266,8 +262,6 @@ tb_status tb__remote_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     tb__link_unlock(b->world->link);
     return status;
 }
-
-/* ---- Registration ---------------------------------------------------------------------------------------------- */
 
 /* The descriptors that the new tensors use, at their indices. The others may be closed by now: any descriptor fills
  * their places. */
@@ -468,8 +462,6 @@ tb_status tb__remote_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
     return status;
 }
 
-/* ---- Questions ------------------------------------------------------------------------------------------------- */
-
 tb_status tb__remote_batch_dump(tb_batch *batch, bool is_send, char **out) {
     remote_batch *b = (remote_batch *)batch;
     tb__message m = {.kind = TB__DUMP, .batch_id = b->name, .direction = is_send ? TB__SEND : TB__RECV};
@@ -521,8 +513,6 @@ tb_status tb__remote_batch_roles(tb_batch *batch, const char *from, bool *sends,
     tb__link_unlock(b->world->link);
     return *to ? TB_OK : tb__fail(TB_INVALID, "group '%.100s' is in no pair of batch '%s'", from, b->name);
 }
-
-/* ---- Life ------------------------------------------------------------------------------------------------------ */
 
 bool tb__remote_mark_invalidated(remote_world *w, uintptr_t first, uintptr_t last) {
     bool is_used = false;

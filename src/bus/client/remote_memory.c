@@ -14,8 +14,6 @@ enum {
     MOST_FDS = 2048, /* of all device memory in a frame */
 };
 
-/* ---- Devices --------------------------------------------------------------------------------------------------- */
-
 static tb_status open_devices(remote_world *w) {
     for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops && !w->has_devices; ops++) {
         tb__device *device;
@@ -55,8 +53,6 @@ tb_status tb__remote_find_device(remote_world *w, const void *at, size_t nbytes,
     }
     return tb__memory_check_mapped(at, nbytes);
 }
-
-/* ---- Memory that the agent maps -------------------------------------------------------------------------------- */
 
 static tb_status describe_shared(remote_batch *b, remote_tensor *t, tb__device *device, const tb__memory *m,
                                  const void *at, size_t nbytes, tb__payload_memory *out) {
@@ -165,8 +161,6 @@ tb_status tb__remote_share_memories(const remote_batch *b, size_t nfds, tb__entr
     }
     return status;
 }
-
-/* ---- Memory that is copied ------------------------------------------------------------------------------------- */
 
 static tb_status get_copy(remote_batch *b, tb__device *device, const void *at, size_t nbytes, size_t *out) {
     char *address = (char *)(uintptr_t)at;
@@ -307,8 +301,6 @@ tb_status tb__remote_copy_back(const remote_batch *b, const remote_pair *pair, u
                                int64_t deadline_ms) {
     return copy_boxes(b, &(boxes){pair, first, last, true}, deadline_ms);
 }
-
-/* ---- Streams --------------------------------------------------------------------------------------------------- */
 
 tb_status tb__remote_wait_stream(const remote_batch *b, const void *stream, int64_t deadline_ms) {
     tb__device *device = b->memories.count ? b->memories.item[0].device

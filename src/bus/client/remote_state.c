@@ -9,8 +9,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-/* ---- Events ---------------------------------------------------------------------------------------------------- */
-
 static void publish(remote_transfer *t) {
     t->has_news = true;
     if (t->fd >= 0)
@@ -138,8 +136,6 @@ void tb__remote_note_loss(remote_world *w) {
     }
 }
 
-/* ---- Functions of the user ------------------------------------------------------------------------------------- */
-
 static void call_progress(remote_transfer *t) {
     tb_transfer_state state = t->state;
     state.size = sizeof state;
@@ -213,8 +209,6 @@ void tb__remote_call_user(remote_world *w) {
     while (t) /* the list may change during a call */
         t = call_one(t) ? LIST_FIRST(&w->transfers) : LIST_NEXT(t, link);
 }
-
-/* ---- Questions ------------------------------------------------------------------------------------------------- */
 
 tb_status tb__remote_query(remote_batch *b, tb__state_name what, tb__asked_direction direction, tb__link_reply **out) {
     tb__message message = {.kind = TB__QUERY_STATUS, .batch_id = b->name, .state_name = what, .asked = direction};

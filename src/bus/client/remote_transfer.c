@@ -6,8 +6,6 @@
 
 enum { GRACE_MS = 11000 }; /* the agent asks the store for the outcome of a shadowed receive, and then answers */
 
-/* ---- Memory that is copied here -------------------------------------------------------------------------------- */
-
 /* Device memory is the agent's from the call on: so the work on the stream is waited for, and copies are made, before.
  * Also to receive: what does not arrive stays as it is. */
 static tb_status prepare_memory(remote_batch *b, bool is_send, const tb_transfer_opts *o, int64_t deadline_ms) {
@@ -87,8 +85,6 @@ tb_status tb__remote_deliver(remote_transfer *t) {
     }
     return t->delivered == TB_OK ? TB_OK : tb__fail(t->delivered, "%s", t->delivery_why);
 }
-
-/* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
 static tb_status check_begin(const remote_batch *b, bool is_send, const tb_transfer_opts *o) {
     if (o->hold && (is_send || b->opts.commit != TB_SHADOW))
@@ -190,8 +186,6 @@ tb_status tb__remote_begin(tb_batch *batch, bool is_send, const tb_transfer_opts
     *out = (tb_transfer *)t;
     return TB_OK;
 }
-
-/* ---- Wait ------------------------------------------------------------------------------------------------------ */
 
 typedef struct waiting {
     const remote_transfer *t;
@@ -303,8 +297,6 @@ tb_status tb__remote_wait_group(tb_transfer *transfer, uint32_t group, int timeo
     tb__link_unlock(t->batch->world->link);
     return status;
 }
-
-/* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
 
 tb_status tb__remote_proceed(tb_transfer *transfer) {
     remote_transfer *t = (remote_transfer *)transfer;

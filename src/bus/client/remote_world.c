@@ -5,14 +5,10 @@
 #include "base/opts.h"
 #include "bus/world.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <string.h>
-#include <sys/eventfd.h>
 
 enum { DEFAULT_TIMEOUT_MS = 30000, FOREVER_MS = INT32_MAX };
-
-/* ---- Life ------------------------------------------------------------------------------------------------------ */
 
 bool tb__remote_is_inherited(const remote_world *w) {
     return tb__is_inherited(&w->link->owner);
@@ -148,8 +144,6 @@ tb_status tb__remote_start_thread(remote_world *w) {
     return TB_OK;
 }
 
-/* ---- What worlds do -------------------------------------------------------------------------------------------- */
-
 static tb_status call(remote_world *w, tb__message *message, int timeout_ms, const char *what, tb__link_reply **out) {
     tb__link_lock(w->link);
     tb_status status = tb__link_call(w->link, message, NULL, 0, timeout_ms, what, out);
@@ -260,8 +254,6 @@ uint64_t tb__remote_world_plan_bytes(const tb_world *world) {
     remote_plans(world, &hits, &misses, &nbytes);
     return nbytes;
 }
-
-/* ---- Pairs ----------------------------------------------------------------------------------------------------- */
 
 static void free_pair(remote_pair *p) {
     tb_layout_destroy(p->layout);

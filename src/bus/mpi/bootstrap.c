@@ -20,8 +20,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* ---- Serving --------------------------------------------------------------------------------------------------- */
-
 uint64_t tb__bootstrap_machine_hash(void) {
     static const char *const namespaces[] = {"/proc/self/ns/net", "/proc/self/ns/mnt"};
     char name[128] = "";
@@ -112,8 +110,6 @@ tb_status tb__bootstrap_serve(const char *group, bool is_one_host, tb__bootstrap
     return is_one_host ? serve_socket(out, server) : serve_port(out, server);
 }
 
-/* ---- Finding --------------------------------------------------------------------------------------------------- */
-
 static tb_status name_url(const struct sockaddr_storage *address, char url[BOOTSTRAP_URL]) {
     char host[INET6_ADDRSTRLEN + 16], port[8];
     bool is_ipv6 = address->ss_family == AF_INET6;
@@ -177,8 +173,6 @@ tb_status tb__bootstrap_find(const tb__bootstrap_info *info, int64_t deadline_ms
     return tb__fail(TB_TIMEOUT, "the store of the communicator's rank 0 answers at none of its %zu addresses (%s, ...)",
                     n, url);
 }
-
-/* ---- The folder ------------------------------------------------------------------------------------------------ */
 
 static void name_entry(const tb__bootstrap_info *info, char path[BOOTSTRAP_URL]) {
     snprintf(path, BOOTSTRAP_URL, "%s/%ld", info->folder, (long)getpid());

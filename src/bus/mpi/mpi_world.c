@@ -12,7 +12,6 @@
 #include "bus/world.h"
 #include "transport/mpi/mpi.h"
 
-#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -36,8 +35,6 @@ typedef struct bootstrap {
 
 /* States that a collective may still write to. */
 static bootstrap *left_to_mpi;
-
-/* ---- Collectives with a deadline -------------------------------------------------------------------------------- */
 
 static tb_status wait_collective(const bootstrap *c, MPI_Request *request, int code) {
     int is_done = 0;
@@ -73,8 +70,6 @@ static tb_status agree_on_status(bootstrap *c, tb_status status, bool *is_broken
                ? tb__fail((tb_status)c->decisions[0], "%s", c->sentence)
                : tb__fail((tb_status)c->decisions[0], "rank %d of the communicator: %s", c->decisions[1], c->sentence);
 }
-
-/* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
 /* Other ranks can't be told of this failure, because that takes MPI. */
 static tb_status check_this_thread(void) {

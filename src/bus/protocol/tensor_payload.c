@@ -271,8 +271,6 @@ tb_status tb__tensor_decode(tb__blob payload, const tb_layout *pair, tb__arena *
     return TB_OK;
 }
 
-/* ---- Device memory --------------------------------------------------------------------------------------------- */
-
 tb_status tb__device_memory_encode(const tb__device_memory *memory, tb__bytes *out) {
     return tb__map_encode(&tb__device_memory_schema, memory, out);
 }

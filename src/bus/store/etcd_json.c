@@ -8,8 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- Base64 ----------------------------------------------------------------------------------------------------- */
-
 static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
 static size_t encoded_size(size_t nbytes) {
@@ -63,8 +61,6 @@ static bool base64_decode(const char *text, size_t length, char *out, size_t *nb
     *nbytes = count;
     return true;
 }
-
-/* ---- Requests --------------------------------------------------------------------------------------------------- */
 
 static bool append_json(tb__bytes *out, const char *text) {
     size_t length = strlen(text);
@@ -202,8 +198,6 @@ tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out) {
     *out = (tb__bytes){0};
     return finish_request(out, append_json(out, "{") && append_number(out, field, number) && append_json(out, "}"));
 }
-
-/* ---- Answers ---------------------------------------------------------------------------------------------------- */
 
 int64_t tb__etcd_read_number(const json_t *object, const char *field) {
     const json_t *value = json_object_get(object, field);

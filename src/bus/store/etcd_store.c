@@ -85,8 +85,6 @@ static const json_t *first_kv(const json_t *reply) {
     return json_array_get(json_object_get(reply, "kvs"), 0);
 }
 
-/* ---- One key ---------------------------------------------------------------------------------------------------- */
-
 static tb_status etcd_set(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                           uint64_t *revision) {
     tb__bytes body;
@@ -244,8 +242,6 @@ static tb_status etcd_take_block(etcd_client *c, const char *key, const tb__stor
     }
 }
 
-/* ---- Lists ------------------------------------------------------------------------------------------------------ */
-
 /* A list comes in pages, all of the first one's revision. */
 typedef struct listing {
     etcd_key prefix, from;
@@ -299,8 +295,6 @@ static tb_status etcd_list(etcd_client *c, const etcd_key *prefix, int64_t deadl
             return status;
     }
 }
-
-/* ---- Waiting ---------------------------------------------------------------------------------------------------- */
 
 typedef struct watch_state {
     uint64_t since;
@@ -401,8 +395,6 @@ static tb_status etcd_call(void *context, const tb__store_message *q, int timeou
     }
 }
 
-/* ---- The lease -------------------------------------------------------------------------------------------------- */
-
 /* Renews the lease once, before it expires. */
 static tb_status renew_lease(etcd_client *c) {
     int64_t begun_ms = tb__now_ms();
@@ -469,8 +461,6 @@ static tb_status grant_lease(etcd_client *c, int64_t deadline_ms) {
         return tb__fail(TB_REFUSED, "%s: what answers grants no leases: it is no etcd", c->url);
     return TB_OK;
 }
-
-/* ---- Opening and closing ---------------------------------------------------------------------------------------- */
 
 static tb_status check_verifier(const etcd_client *c, const tb__store_value *found, const char *key,
                                 const char *token) {

@@ -6,7 +6,6 @@
 #include <errno.h>
 #include <jansson.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 
@@ -47,8 +46,6 @@ bool tb__verifier_accepts(const void *verifier, size_t nbytes, const char *token
     write_code(token, text, code);
     return tb__is_equal_in_constant_time(code, text + nbytes - sizeof code, sizeof code);
 }
-
-/* ---- Logins ----------------------------------------------------------------------------------------------------- */
 
 static tb_status read_first_line(const char *path, char out[TB__LOGIN_LINE]) {
     FILE *file = fopen(path, "re");

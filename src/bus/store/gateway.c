@@ -57,8 +57,6 @@ struct tb__gateway {
     pthread_mutex_t logging_in; /* held while it does */
 };
 
-/* ---- Endpoints -------------------------------------------------------------------------------------------------- */
-
 static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
     static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_:[]";
     char host_port[TB__STORE_MAX_URL + 1];
@@ -118,8 +116,6 @@ tb_status tb__gateway_create(const tb__store_url *url, tb__gateway **out) {
     *out = g;
     return TB_OK;
 }
-
-/* ---- Connections ------------------------------------------------------------------------------------------------ */
 
 static void destroy_connection(const tb__gateway *g, connection *l) {
     if (l->easy)
@@ -269,8 +265,6 @@ static bool is_gateway_stopped(tb__gateway *gateway) {
     pthread_mutex_unlock(&gateway->lock);
     return is_stopped;
 }
-
-/* ---- One attempt ------------------------------------------------------------------------------------------------ */
 
 typedef enum outcome {
     ANSWERED,
@@ -544,8 +538,6 @@ static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
     return result;
 }
 
-/* ---- Calls ------------------------------------------------------------------------------------------------------ */
-
 /* Whether to try again; if not, *status is the result of the call. */
 static bool should_retry_call(const tb__gateway *g, const tb__gateway_call *call, outcome last, size_t ntried,
                               tb_status *status) {
@@ -613,8 +605,6 @@ static tb_status post_call(tb__gateway *g, tb__gateway_call *call, json_t **repl
     release_connection(g, a.connection);
     return status;
 }
-
-/* ---- Logging in ------------------------------------------------------------------------------------------------- */
 
 static tb_status ask_login(tb__gateway *g, int64_t deadline_ms, bool is_first) {
     char user[TB__LOGIN_LINE];

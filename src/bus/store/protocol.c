@@ -70,8 +70,6 @@ static const char *fields_of(const tb__store_message *m) {
     return m->status == TB_OK ? ops[m->op].reply : m->status == TB_CONFLICT ? "rv" : "s";
 }
 
-/* ---- Reading --------------------------------------------------------------------------------------------------- */
-
 /* A cursor that ran out or met what is not allowed has a reason, and reads zeros from then on. */
 typedef struct cursor {
     const uint8_t *at, *end;
@@ -168,8 +166,7 @@ tb_status tb__store_decode(tb__blob frame, tb__store_message *out) {
                    : TB_OK;
 }
 
-/* ---- Writing, into space that was reserved --------------------------------------------------------------------- */
-
+/* Writes into space that was reserved. */
 static void put_number(tb__bytes *out, uint64_t value, size_t width) {
     for (size_t i = 0; i < width; i++)
         out->item[out->count++] = (uint8_t)(value >> (8 * i));

@@ -92,8 +92,6 @@ tb_status tb__store_encode(const tb__store_message *message, tb__bytes *out);
 tb_status tb__store_add_entry(tb__bytes *entries, tb__blob key, uint64_t revision, tb__blob value);
 bool tb__store_next_entry(tb__blob *entries, tb__blob *key, uint64_t *revision, tb__blob *value);
 
-/* ---- Implementations ------------------------------------------------------------------------------------------- */
-
 /* What an operation returns: the revision, of the change or of the store; count: the number before; take_block: the
  * first number of the block, and the counter's; the value of get, and, with TB_CONFLICT, the present one; the entries
  * of list. */

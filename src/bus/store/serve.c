@@ -3,8 +3,6 @@
 #include "bus/store/server.h"
 
 #include <stdio.h>
-#include <string.h>
-#include <time.h>
 
 /* There is no notification when a server starts to listen, so attempts are repeated, with growing delays. */
 enum { FIRST_DELAY_MS = 2, LONGEST_DELAY_MS = 100 };
