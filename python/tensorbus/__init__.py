@@ -1,0 +1,57 @@
+"""tensorbus: move distributed tensors between independently launched programs whose layouts differ.
+
+>>> import tensorbus as tb
+>>> tb.plan("mesh=4 place=S0", "mesh=2,2 place=R,S1", (6144, 4096), "bf16").stats().nchunks
+16
+
+docs/python.md is the tutorial, and tells every call.
+"""
+
+from ._bus import Batch, BatchState, Bus, Pair, Transfer, TransferState, join
+from ._c import lib as _lib
+from ._errors import (
+    Cancelled,
+    Conflict,
+    Denied,
+    Error,
+    InDoubt,
+    Invalid,
+    OutOfMemory,
+    PeerLost,
+    Refused,
+    Superseded,
+    Timeout,
+)
+from ._layout import Layout, Plan, PlanStats, Route, layout, plan
+from ._memory import Memory, empty
+
+__version__: str = _lib.tb_version_string().decode()
+
+__all__ = [
+    "Batch",
+    "BatchState",
+    "Bus",
+    "Cancelled",
+    "Conflict",
+    "Denied",
+    "Error",
+    "InDoubt",
+    "Invalid",
+    "Layout",
+    "Memory",
+    "OutOfMemory",
+    "Pair",
+    "PeerLost",
+    "Plan",
+    "PlanStats",
+    "Refused",
+    "Route",
+    "Superseded",
+    "Timeout",
+    "Transfer",
+    "TransferState",
+    "empty",
+    "join",
+    "layout",
+    "plan",
+]

@@ -1,0 +1,122 @@
+"""What all objects with a C handle have in common: who may use it, and when it goes."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_void_p
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from ._errors import Invalid, Refused
+
+_H = TypeVar("_H", bound="Handle")
+
+# How long a wait sleeps before it looks again. Descriptors wake it; but of several threads that wait for one transfer,
+# the first that looks takes the news from the others, and one may close what another waits for.
+_SLICE_S = 0.2
+
+_nforks = 0
+
+
+def _count_fork() -> None:
+    global _nforks
+    _nforks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class Handle:
+    """An object of the C library. Calls on it are made by one thread at a time; waits are not calls.
+
+    In a forked child everything but ``close`` is refused, and ``close`` does nothing.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._handle = c_void_p()
+        self._lock = threading.RLock()
+        self._made_by = os.getpid()
+        self._forks_before = _nforks
+
+    @property
+    def _is_inherited(self) -> bool:
+        return self._forks_before != _nforks
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return not self._handle
+
+    @contextmanager
+    def _use(self) -> Iterator[c_void_p]:
+        """The handle, for a call."""
+        if self._is_inherited:
+            raise Refused(
+                f"this {self._what} belongs to process {self._made_by}; a forked child can't use it: join again, or "
+                "start children by spawn"
+            )
+        with self._lock:
+            if not self._handle:
+                raise Invalid(f"{self._what} is closed")
+            yield self._handle
+
+    def _take(self) -> c_void_p | None:
+        """The handle, which nobody else gets any more; None: somebody else has closed it."""
+        if self._is_inherited:
+            return None
+        with self._lock:
+            handle, self._handle = self._handle, c_void_p()
+        return handle if handle else None
+
+    def close(self) -> None:
+        """Gives it up. May be called again."""
+        raise NotImplementedError
+
+    def __enter__(self: _H) -> _H:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"this {self._what} belongs to its process, and can't be pickled; join in the other process")
+
+    def __repr__(self) -> str:
+        return f"<tensorbus.{type(self).__name__} {self._what}{', closed' if self.is_closed else ''}>"
+
+
+def sleep_until_readable(fd: int, seconds: float | None = None) -> None:
+    """Sleeps until the descriptor is readable, for so long at most, or a while. Signals are handled meanwhile."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    poll.poll(1000 * (_SLICE_S if seconds is None else min(seconds, _SLICE_S)))
+
+
+class Deadline:
+    """A time that a wait ends at; None: never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._at = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until then, at least 0."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has come."""
+        return self.left == 0.0
+
+
+def describe(**values: Any) -> str:
+    """``a=1, b='x'`` for a repr."""
+    return ", ".join(f"{key}={value!r}" for key, value in values.items())

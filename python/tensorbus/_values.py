@@ -1,0 +1,112 @@
+"""Arguments of users as values for C. Where ctypes would truncate, these refuse, by the parameter's name."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from ._c import TB_MAX_DIMS, lib, tb_shape
+from ._errors import Invalid
+
+_LONGEST_MS = 2**31 - 1
+
+
+def text(parameter: str, value: Any) -> bytes:
+    """A str as UTF-8 for C."""
+    if not isinstance(value, str):
+        raise Invalid(f"{parameter} must be a str, not {type(value).__name__}")
+    try:
+        encoded = value.encode()
+    except UnicodeEncodeError:
+        raise Invalid(f"{parameter} is not valid Unicode: {value!r}") from None
+    if b"\0" in encoded:
+        raise Invalid(f"{parameter} has a NUL character: {value!r}")
+    return encoded
+
+
+def optional_text(parameter: str, value: Any) -> bytes | None:
+    """The same; None stays None, which is C's NULL."""
+    return None if value is None else text(parameter, value)
+
+
+def integer(parameter: str, value: Any, least: int, most: int) -> int:
+    """An int (or what has ``__index__``) in a range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise Invalid(f"{parameter} must be an int, not {type(value).__name__}") from None
+    if not least <= number <= most:
+        raise Invalid(f"{parameter} is {number}; it must be {least} to {most}")
+    return number
+
+
+def flag(parameter: str, value: Any) -> bool:
+    """A bool, and not something that is merely true."""
+    if not isinstance(value, bool):
+        raise Invalid(f"{parameter} must be a bool, not {type(value).__name__}")
+    return value
+
+
+def milliseconds(parameter: str, seconds: Any) -> int:
+    """Seconds as C's milliseconds, at least 1; 0, the default, for None."""
+    if seconds is None:
+        return 0
+    try:
+        number = float(seconds)
+    except (TypeError, ValueError, OverflowError):
+        raise Invalid(f"{parameter} must be a number of seconds, not {seconds!r}") from None
+    if math.isnan(number) or number < 0:
+        raise Invalid(f"{parameter} is {seconds!r}; it must be a number of seconds, 0 or more")
+    return max(1, math.ceil(min(number * 1000, _LONGEST_MS)))
+
+
+def dims(parameter: str, value: Any) -> tuple[int, ...]:
+    """A shape: at most 8 non-negative ints, or one."""
+    if hasattr(value, "__index__"):
+        value = (value,)
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise Invalid(f"{parameter} must be a tuple of ints, not {type(value).__name__}")
+    numbers = tuple(value)
+    if len(numbers) > TB_MAX_DIMS:
+        raise Invalid(f"{parameter} has {len(numbers)} dimensions; there are at most {TB_MAX_DIMS}")
+    return tuple(integer(f"dim {i} of {parameter}", n, 0, 2**63 - 1) for i, n in enumerate(numbers))
+
+
+def shape(parameter: str, value: Any) -> tb_shape:
+    """A shape as C's struct."""
+    numbers = dims(parameter, value)
+    return tb_shape(len(numbers), (ctypes.c_int64 * TB_MAX_DIMS)(*numbers))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_dtype(name: str) -> int:
+    out = ctypes.c_int()
+    lib.tb_dtype_parse(text("dtype", name), ctypes.byref(out))
+    return out.value
+
+
+def dtype(parameter: str, value: Any) -> int:
+    """A dtype's number, by our name, or that of PyTorch, NumPy or safetensors; or from a dtype object of these."""
+    name = value if isinstance(value, str) else getattr(value, "name", None)
+    if not isinstance(name, str):
+        name = str(value)  # torch.float32
+    try:
+        return _parse_dtype(name)
+    except Invalid as error:
+        raise Invalid(f"{parameter}: {error}") from None
+
+
+def dtype_name(number: int) -> str:
+    """Our name of a dtype."""
+    name: bytes = lib.tb_dtype_name(number)
+    return name.decode()
+
+
+def dtype_bits(number: int) -> int:
+    """How many bits an element has."""
+    bits: int = lib.tb_dtype_bits(number)
+    return bits
