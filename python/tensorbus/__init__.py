@@ -7,7 +7,8 @@
 docs/python.md is the tutorial, and tells every call.
 """
 
-from ._bus import Batch, BatchState, Bus, Pair, Transfer, TransferState, join
+from ._batch import Batch, BatchState
+from ._bus import Bus, join
 from ._c import lib as _lib
 from ._errors import (
     Cancelled,
@@ -24,6 +25,8 @@ from ._errors import (
 )
 from ._layout import Layout, Plan, PlanStats, Route, layout, plan
 from ._memory import Memory, empty
+from ._pair import Pair
+from ._transfer import Transfer, TransferState
 
 __version__: str = _lib.tb_version_string().decode()
 

@@ -51,6 +51,18 @@ def in_elements(nbytes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(n // itemsize for n in nbytes)
 
 
+def span(view: View) -> tuple[int, int]:
+    """The first byte of the tensor's elements, and the one after the last."""
+    if 0 in view.shape:
+        return view.address, view.address
+    strides = view.strides or row_major(view.shape)
+    reach = [(n - 1) * s for n, s in zip(view.shape, strides, strict=True)]
+    bits = _values.dtype_bits(view.dtype)
+    first = sum(r for r in reach if r < 0)
+    last = sum(r for r in reach if r > 0) + 1
+    return view.address + first * bits // 8, view.address + -(-last * bits // 8)
+
+
 # ---- NumPy ----------------------------------------------------------------------------------------------------------
 
 

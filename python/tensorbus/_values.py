@@ -6,13 +6,13 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ._c import TB_MAX_DIMS, lib, tb_shape
 from ._errors import Invalid
 
-_LONGEST_MS = 2**31 - 1
+MOST_I32, MOST_U32, MOST_I64 = 2**31 - 1, 2**32 - 1, 2**63 - 1
 
 
 def text(parameter: str, value: Any) -> bytes:
@@ -51,6 +51,13 @@ def flag(parameter: str, value: Any) -> bool:
     return value
 
 
+def choice(parameter: str, value: Any, choices: Mapping[str, int]) -> int:
+    """The number that a text stands for."""
+    if not isinstance(value, str) or value not in choices:
+        raise Invalid(f"{parameter} is {value!r}; there are {', '.join(map(repr, choices))}")
+    return choices[value]
+
+
 def milliseconds(parameter: str, seconds: Any) -> int:
     """Seconds as C's milliseconds, at least 1; 0, the default, for None."""
     if seconds is None:
@@ -61,7 +68,7 @@ def milliseconds(parameter: str, seconds: Any) -> int:
         raise Invalid(f"{parameter} must be a number of seconds, not {seconds!r}") from None
     if math.isnan(number) or number < 0:
         raise Invalid(f"{parameter} is {seconds!r}; it must be a number of seconds, 0 or more")
-    return max(1, math.ceil(min(number * 1000, _LONGEST_MS)))
+    return max(1, math.ceil(min(number * 1000, MOST_I32)))
 
 
 def dims(parameter: str, value: Any) -> tuple[int, ...]:
@@ -73,7 +80,7 @@ def dims(parameter: str, value: Any) -> tuple[int, ...]:
     numbers = tuple(value)
     if len(numbers) > TB_MAX_DIMS:
         raise Invalid(f"{parameter} has {len(numbers)} dimensions; there are at most {TB_MAX_DIMS}")
-    return tuple(integer(f"dim {i} of {parameter}", n, 0, 2**63 - 1) for i, n in enumerate(numbers))
+    return tuple(integer(f"dim {i} of {parameter}", n, 0, MOST_I64) for i, n in enumerate(numbers))
 
 
 def shape(parameter: str, value: Any) -> tb_shape:

@@ -1,0 +1,354 @@
+"""Batches: tensors that travel together."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from ctypes import byref, c_bool, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _tensors, _values
+from ._c import TB_MAX_DIMS, lib, take_text, tb_batch_state, tb_commit, tb_tensor, tb_transfer_opts
+from ._errors import Error, Invalid
+from ._handle import Handle
+from ._layout import Layout, layout
+from ._pair import Pair
+from ._transfer import EVENTS, Transfer
+
+if TYPE_CHECKING:
+    from ._bus import Bus
+
+COMMITS = {commit.name.removeprefix("TB_").lower(): commit for commit in tb_commit}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """What this process has received through all pairs of a batch together."""
+
+    version: int  # the last that all pairs had at one time; 0: none
+    is_mixed: bool  # the pairs' versions differ
+    is_torn: bool  # some pair's tensors have parts of a version that failed
+    transfer_signal: bool  # sending: not all have read it; receiving: there is something to receive
+    is_in_doubt: bool  # a receive has ended with InDoubt, and the next has not found out yet
+
+
+class Batch(Handle):
+    """Tensors that travel together; made by ``Bus.batch``. It keeps the memory of its tensors alive."""
+
+    def __init__(self, bus: Bus, name: str, commit: str) -> None:
+        super().__init__(f"batch '{name}'")
+        self._bus = bus
+        self.name, self.commit = name, commit
+        self._tensors: dict[Pair, list[tuple[str, _tensors.View]]] = {}
+        self._is_registered = False
+        self._transfers: dict[bool, Transfer] = {}  # by is_send
+        # Called before every transfer, with is_send: what looks at tensors again, and refuses those that have changed.
+        self._before_transfer: list[Callable[[bool], None]] = []
+
+    # -- Tensors --
+
+    def add(
+        self,
+        pair: Pair,
+        name: str,
+        tensor: Any,
+        *,
+        shape: Any = None,
+        layout: str | Layout | None = None,
+        dtype: Any = None,
+        wire_dtype: Any = None,
+        group: int = 0,
+        view: str | None = None,
+    ) -> None:
+        """Adds this rank's part of tensor ``name``: a NumPy array, a PyTorch tensor, or anything with DLPack.
+
+        ``shape`` is the global one; by default, the tensor's own. ``layout`` is this side's for this tensor; by
+        default, what the tensor brings, or the pair's. ``dtype`` reinterprets the bits, for dtypes that NumPy lacks:
+        "bf16" for an array of uint16. ``wire_dtype`` asks for a cast on the way, ``group`` orders arrivals, ``view``
+        says how the stored tensor becomes the one that is named. The memory is borrowed until the batch is closed.
+        """
+        self._add(pair, [(name, self._describe(pair, name, tensor, shape, layout, dtype, wire_dtype, group, view))])
+
+    def add_all(self, pair: Pair, tensors: Mapping[str, Any], *, shapes: Mapping[str, Any] | None = None) -> None:
+        """Adds many tensors by name, all or none; ``shapes`` has the global ones where they are not the tensors' own.
+
+        Faster than ``add`` for each, because it is one call of the library.
+        """
+        shapes = shapes or {}
+        self._add(
+            pair,
+            [
+                (name, self._describe(pair, name, tensor, shapes.get(name), None, None, None, 0, None))
+                for name, tensor in tensors.items()
+            ],
+        )
+
+    def _describe(
+        self,
+        pair: Pair,
+        name: Any,
+        tensor: Any,
+        shape: Any,
+        text: str | Layout | None,
+        dtype: Any,
+        wire_dtype: Any,
+        group: int,
+        view: str | None,
+    ) -> tuple[tb_tensor, _tensors.View]:
+        """The tensor as the library takes it, after all checks that need the tensor itself."""
+        _values.text("a tensor's name", name)
+        try:
+            self._own(pair)
+            found = _reinterpret(_tensors.read(tensor), dtype)
+            its_layout = layout(text) if text is not None else layout(found.layout) if found.layout else None
+            whole = _values.dims("shape", shape if shape is not None else found.global_shape or found.shape)
+            _check_part(pair, its_layout, whole, found.shape)
+            described = tb_tensor(
+                data=found.address if 0 not in found.shape else None,
+                dtype=found.dtype,
+                ndim=len(whole),
+                shape=(c_int64 * TB_MAX_DIMS)(*whole),
+                layout=str(its_layout).encode() if its_layout else None,
+                wire_dtype=0 if wire_dtype is None else _values.dtype("wire_dtype", wire_dtype),
+                group=_values.integer("group", group, 0, 2**32 - 2),
+                view=_values.optional_text("view", view),
+                memory=found.device.encode() if 0 not in found.shape else None,
+            )
+            if found.strides is not None and 0 not in found.shape:
+                described.strides = (c_int64 * len(found.strides))(*found.strides)
+        except Error as error:
+            raise type(error)(f"tensor '{name}': {error}", error.status) from None
+        return described, found
+
+    def _add(self, pair: Pair, tensors: list[tuple[str, tuple[tb_tensor, _tensors.View]]]) -> None:
+        with self._use() as batch, pair._use() as c_pair:
+            kept = self._tensors.setdefault(pair, [])
+            for name, (described, view) in tensors:
+                lib.tb_batch_add(batch, c_pair, name.encode(), byref(described))
+                kept.append((name, view))
+            self._is_registered = False
+
+    # -- Pairs --
+
+    def _own(self, pair: Any) -> Pair:
+        if not isinstance(pair, Pair) or pair._bus is not self._bus:
+            raise Invalid(f"{pair!r} is no pair of this bus")
+        return pair
+
+    def add_pair(self, pair: Pair) -> None:
+        """Takes part in the pair's transfers even if this process adds none of its tensors."""
+        with self._use() as batch, self._own(pair)._use() as c_pair:
+            lib.tb_batch_add_pair(batch, c_pair)
+            self._tensors.setdefault(pair, [])
+            self._is_registered = False
+
+    def remove_pair(self, pair: Pair) -> None:
+        """Takes the pair and its tensors out of the batch, while no transfer of it is under way."""
+        self._reap()
+        with self._use() as batch, self._own(pair)._use() as c_pair:
+            lib.tb_batch_remove_pair(batch, c_pair)
+            self._tensors.pop(pair, None)
+
+    def register(self, timeout: float | None = None) -> None:
+        """Waits until both sides of every pair have added their tensors, and names and shapes agree.
+
+        Who disagrees, or is missing at the deadline, is named in the exception. The first transfer registers a batch
+        that has not been.
+        """
+        timeout_ms = _values.milliseconds("timeout", timeout)
+        with self._use() as batch:
+            lib.tb_batch_register(batch, timeout_ms)
+            self._is_registered = True
+
+    # -- State --
+
+    def state(self) -> BatchState:
+        """What this process has received."""
+        state = tb_batch_state()
+        with self._use() as batch:
+            lib.tb_batch_query(batch, byref(state))
+        return BatchState(state.version, state.is_mixed, state.is_torn, state.transfer_signal, state.is_in_doubt)
+
+    @property
+    def version(self) -> int:
+        """The number of the last transfer that was completed into the tensors of all pairs; 0: none."""
+        return self.state().version
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some tensors have parts of a version that failed."""
+        return self.state().is_torn
+
+    @property
+    def epoch(self) -> int:
+        """How often this process has registered pairs of the batch, or removed them."""
+        with self._use() as batch:
+            epoch: int = lib.tb_batch_epoch(batch)
+        return epoch
+
+    def version_of(self, pair: Pair) -> tuple[int, bool]:
+        """The version that this process has received through the pair, and whether that is torn."""
+        version, is_torn = c_uint64(), c_bool()
+        with self._use() as batch, self._own(pair)._use() as c_pair:
+            lib.tb_batch_version(batch, c_pair, byref(version), byref(is_torn))
+        return version.value, is_torn.value
+
+    def dump(self, is_send: bool) -> str:
+        """Every piece that this process sends or receives, one to a line, once it has been moved that way."""
+        with self._use() as batch:
+            return take_text(lib.tb_batch_dump, batch, _values.flag("is_send", is_send))
+
+    # -- Transfers --
+
+    def send(
+        self,
+        timeout: float | None = None,
+        wait: str | None = "released",
+        *,
+        group: str | None = None,
+        skip_lost: bool = False,
+        whole_group: bool = False,
+        stream: int | None = None,
+    ) -> Transfer:
+        """Sends the tensors to the other sides of the batch's pairs, and waits for an event.
+
+        "released": the tensors may change again. "committed": all receivers have the version. With ``wait=None`` it
+        returns at once, with the transfer. ``timeout`` is for the whole transfer. Tensors on a GPU are read after the
+        work on ``stream``, a handle; by default, PyTorch's current one.
+        """
+        return self._transfer(True, timeout, wait, group, skip_lost, False, whole_group, stream)
+
+    def recv(
+        self,
+        timeout: float | None = None,
+        wait: str | None = "committed",
+        *,
+        group: str | None = None,
+        skip_lost: bool = False,
+        hold: bool = False,
+        whole_group: bool = False,
+        stream: int | None = None,
+    ) -> Transfer:
+        """Receives the next version into the tensors, and waits for an event.
+
+        "arrived": this rank's data is in, or, with commit="shadow", beside the tensors. "committed": the version is in
+        this rank's tensors. "decided", with ``hold``: the group has decided, and ``Transfer.proceed`` lets the tensors
+        change. With ``wait=None`` it returns at once, with the transfer.
+        """
+        return self._transfer(False, timeout, wait, group, skip_lost, hold, whole_group, stream)
+
+    def _transfer(
+        self,
+        is_send: bool,
+        timeout: float | None,
+        wait: str | None,
+        group: str | None,
+        skip_lost: bool,
+        hold: bool,
+        whole_group: bool,
+        stream: int | None,
+    ) -> Transfer:
+        opts = tb_transfer_opts(
+            timeout_ms=_values.milliseconds("timeout", timeout),
+            group=_values.optional_text("group", group),
+            skip_lost=_values.flag("skip_lost", skip_lost),
+            hold=_values.flag("hold", hold),
+            whole_group=_values.flag("whole_group", whole_group),
+        )
+        event = None if wait is None else _values.choice("wait", wait, EVENTS)
+        if not is_send:
+            self._check_writable()
+        self._reap(is_send)
+        for look_again in self._before_transfer:
+            look_again(is_send)
+        if not self._is_registered:
+            self.register(timeout)
+        handle = self._stream(stream)
+        if handle is not None:
+            opts.stream = ctypes.addressof(handle)
+        transfer = Transfer(self, is_send)
+        with self._use() as batch:
+            self._transfers[is_send] = transfer  # before it begins: it is never lost, whatever interrupts this
+            (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
+        if event is not None:
+            try:
+                transfer.wait(wait)
+            except BaseException:
+                transfer.close()
+                raise
+        return transfer
+
+    def _stream(self, stream: int | None) -> c_void_p | None:
+        """A handle of the stream that orders the tensors; None: all are in CPU memory."""
+        if stream is not None:
+            return c_void_p(_values.integer("stream", stream, 0, 2**64 - 1))
+        for tensors in self._tensors.values():
+            for _, view in tensors:
+                if view.device != "host":
+                    found = _tensors.current_stream(view.device)
+                    return None if found is None else c_void_p(found)
+        return None
+
+    def _check_writable(self) -> None:
+        for tensors in self._tensors.values():
+            for name, view in tensors:
+                if view.is_readonly:
+                    raise Invalid(f"tensor '{name}' of batch '{self.name}' is read-only, and can't be received into")
+
+    def _reap(self, *kinds: bool) -> None:
+        """Closes transfers that have ended; one that was released is waited for, until its own deadline."""
+        for is_send in kinds or (True, False):
+            transfer = self._transfers.get(is_send)
+            if transfer is not None:
+                transfer._finish()
+
+    def _cancel_all(self) -> None:
+        for transfer in list(self._transfers.values()):
+            transfer.close()
+
+    def close(self) -> None:
+        """Gives the tensors back. A send that was released is waited for; what else is under way is cancelled."""
+        for transfer in list(self._transfers.values()):
+            transfer._finish(cancels=True)
+        if handle := self._take():
+            self._bus._batches.remove(self)
+            lib.tb_batch_destroy(handle)
+            self._tensors.clear()
+            self._before_transfer.clear()
+
+
+def _reinterpret(view: _tensors.View, dtype: Any) -> _tensors.View:
+    """The same bits as another dtype of the same width; or, of 4 bits, two elements to a byte."""
+    if dtype is None:
+        return view
+    number = _values.dtype("dtype", dtype)
+    bits, had = _values.dtype_bits(number), _values.dtype_bits(view.dtype)
+    shape = view.shape
+    if bits == 4 and had == 8 and view.strides is None and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    elif bits != had:
+        raise Invalid(
+            f"its elements have {had} bits, and can't be taken as {_values.dtype_name(number)}, which has {bits}"
+        )
+    return _tensors.View(
+        view.address, number, shape, view.strides, view.device, view.keepalive, view.is_readonly, None, view.layout
+    )
+
+
+def _check_part(pair: Pair, its: Layout | None, whole: tuple[int, ...], part: tuple[int, ...]) -> None:
+    """The library can't see how long the memory is; so the local shape must be what the layout says."""
+    its = its or pair.layout
+    if its is None:
+        if not pair.is_seat_to_seat:
+            raise Invalid(f"it has no layout, and {pair._what} was made without one")
+        expected = whole
+    else:
+        expected = its.local_shape(whole, pair.index)
+        if pair.index not in its.ranks and part != expected and 0 not in part:
+            raise Invalid(f"seat {pair.index} is not in its layout, '{its}', so that it holds nothing; not {part}")
+    if part != expected and not (0 in part and 0 in expected):
+        raise Invalid(
+            f"seat {pair.index} holds {expected} of the global shape {whole} in the layout "
+            f"'{its or 'none'}', but the tensor is {part}; is the argument shape the global one?"
+        )

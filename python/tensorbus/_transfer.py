@@ -1,0 +1,222 @@
+"""Transfers: versions on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Generator
+from ctypes import byref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _values
+from ._c import declare, lib, tb_event, tb_phase, tb_status, tb_transfer_state
+from ._errors import Cancelled, Error, Timeout, make
+from ._handle import Deadline, Handle, sleep_until_readable
+
+if TYPE_CHECKING:
+    from ._batch import Batch
+    from ._pair import Pair
+
+EVENTS = {event.name.removeprefix("TB_").lower(): event for event in tb_event}
+_PHASES = tuple(p.name.removeprefix("TB_PHASE_").lower() for p in tb_phase)[: tb_phase.TB_PHASE_COUNT]
+_look = declare(lib, "tb_wait")  # without exceptions
+
+
+@dataclass(frozen=True, slots=True)
+class TransferState:
+    """How far a transfer is."""
+
+    status: str  # "ok" while it is under way and after it succeeded, else that of the exception
+    sentence: str  # what is wrong, if it has failed
+    events: frozenset[str]
+    attempt: int
+    version: int  # of one that is committed; 0: it is not
+    bytes_done: int
+    bytes_total: int
+    groups_done: int
+    groups_total: int
+    seconds: float
+    phases: dict[str, float]  # seconds of each
+
+
+def _read_state(call: Callable[[Any], None]) -> TransferState:
+    s = tb_transfer_state()
+    call(byref(s))
+    failure = make(s.status, lib.tb_error_detail().decode("utf-8", "replace")) if s.status else None
+    return TransferState(
+        status=failure.status if failure else "ok",
+        sentence=str(failure) if failure else "",
+        events=frozenset(name for name, event in EVENTS.items() if s.events & event),
+        attempt=s.attempt,
+        version=s.version,
+        bytes_done=s.bytes_done,
+        bytes_total=s.bytes_total,
+        groups_done=s.groups_done,
+        groups_total=s.groups_total,
+        seconds=s.seconds,
+        phases=dict(zip(_PHASES, s.phase, strict=True)),
+    )
+
+
+class Transfer(Handle):
+    """A version on its way; made by ``Batch.send`` and ``Batch.recv``. It can be awaited.
+
+    The batch keeps it until it has ended, so that it need not be kept. Closing it cancels it if it is under way, and so
+    does cancelling the task that awaits it.
+    """
+
+    def __init__(self, batch: Batch, is_send: bool) -> None:
+        super().__init__(f"{'send' if is_send else 'receive'} of batch '{batch.name}'")
+        self._batch = batch
+        self.is_send = is_send
+        self._default_event = "released" if is_send else "committed"
+
+    def _look(self, event: int) -> tuple[Timeout | None, int]:
+        """None if the event has come; raises the transfer's failure; else why it has not, and what to poll."""
+        with self._use() as transfer:
+            status = _look(transfer, event, 0)
+            if status == tb_status.TB_OK:
+                return None, -1
+            failure = make(status, lib.tb_error_detail().decode("utf-8", "replace"))
+            if not isinstance(failure, Timeout):
+                raise failure
+            state = tb_transfer_state()
+            lib.tb_transfer_query(transfer, byref(state))
+            if state.status != tb_status.TB_OK:
+                raise make(state.status, lib.tb_error_detail().decode("utf-8", "replace"))
+            return failure, lib.tb_transfer_fd(transfer)
+
+    def wait(self, event: str | None = None, timeout: float | None = None) -> None:
+        """Waits for an event, or for the failure of the transfer, which it raises.
+
+        By default for "released" of a send and "committed" of a receive. After ``timeout`` seconds it raises
+        ``Timeout``, and the transfer goes on; without, the transfer's own deadline ends it.
+        """
+        number = _values.choice("event", self._default_event if event is None else event, EVENTS)
+        timeout_ms = _values.milliseconds("timeout", timeout)
+        deadline = Deadline(None if timeout is None else timeout_ms / 1000)
+        while True:
+            missing, fd = self._look(number)
+            if missing is None:
+                return
+            if deadline.is_over:
+                raise Timeout(str(missing).replace("after 0 ms", f"after {timeout_ms} ms"))
+            sleep_until_readable(fd, deadline.left)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._await_event(EVENTS[self._default_event]).__await__()
+
+    async def _await_event(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                missing, fd = self._look(number)
+                if missing is None:
+                    return
+                await _readable(loop, fd)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    def stream_wait(self, event: str | None = None, stream: int | None = None) -> None:
+        """Makes a CUDA stream wait for an event; the CPU does not. Without tensors on a GPU, this waits for it.
+
+        ``stream`` is a handle; by default, PyTorch's current one. A transfer that fails later lets the stream go on:
+        so look at ``wait``, too, before what the stream did is relied upon.
+        """
+        name = self._default_event if event is None else event
+        number = _values.choice("event", name, EVENTS)
+        handle = self._batch._stream(stream)
+        if handle is None:
+            self.wait(name)
+            return
+        with self._use() as transfer:
+            lib.tb_stream_wait(transfer, number, byref(handle))
+
+    def wait_group(self, group: int, timeout: float | None = None) -> None:
+        """Waits until the tensors of this group have arrived."""
+        group = _values.integer("group", group, 0, 2**32 - 2)
+        deadline = Deadline(None if timeout is None else _values.milliseconds("timeout", timeout) / 1000)
+        while True:
+            left = deadline.left
+            with self._use() as transfer:
+                try:
+                    lib.tb_wait_group(transfer, group, 50 if left is None else min(50, int(left * 1000)))
+                    return
+                except Timeout:
+                    state = tb_transfer_state()
+                    lib.tb_transfer_query(transfer, byref(state))
+                    if deadline.is_over or state.status != tb_status.TB_OK:
+                        raise
+
+    def proceed(self) -> None:
+        """Lets a receive with ``hold`` change the tensors, now or as soon as it is decided."""
+        with self._use() as transfer:
+            lib.tb_proceed(transfer)
+
+    def state(self, pair: Pair | None = None) -> TransferState:
+        """How far it is, or what has become of one pair's part."""
+        with self._use() as transfer:
+            if pair is None:
+                return _read_state(lambda out: lib.tb_transfer_query(transfer, out))
+            with self._batch._own(pair)._use() as c_pair:
+                return _read_state(lambda out: lib.tb_transfer_pair(transfer, c_pair, out))
+
+    @property
+    def version(self) -> int:
+        """Its number, if it is committed; 0: it is not."""
+        return self.state().version
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something has come about that no wait has seen; for select and poll."""
+        with self._use() as transfer:
+            fd: int = lib.tb_transfer_fd(transfer)
+        return fd
+
+    def cancel(self) -> None:
+        """Ends it, here and at its peers; the tensors are not used any more when this returns."""
+        with self._use() as transfer:
+            lib.tb_cancel(transfer)
+
+    def _finish(self, cancels: bool = False) -> None:
+        """Closes a transfer that has ended. A send whose tensors are released has still to be read by its receivers."""
+        if self.is_closed or self._is_inherited:
+            self._batch._transfers.pop(self.is_send, None)
+            return
+        state = self.state()
+        has_ended = state.status != "ok" or "committed" in state.events
+        if not has_ended and "released" in state.events:
+            try:
+                self.wait("committed")
+            except Error:
+                pass  # its receivers report that; the tensors were released
+        elif not has_ended and not cancels:
+            return  # the next one is refused, by name
+        self.close()
+
+    def close(self) -> None:
+        """Gives it up: cancels it if it is under way."""
+        if handle := self._take():
+            lib.tb_transfer_destroy(handle)
+        if self._batch._transfers.get(self.is_send) is self:
+            del self._batch._transfers[self.is_send]
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    """Waits until the descriptor is readable. On a copy: another may close it, and several may wait for it."""
+    if fd < 0:
+        raise Cancelled("it was closed while it was awaited")
+    copy = os.dup(fd)
+    future = loop.create_future()
+    try:
+        loop.add_reader(copy, _resolve, future)
+        await asyncio.wait([future], timeout=0.2)
+    finally:
+        loop.remove_reader(copy)
+        os.close(copy)
