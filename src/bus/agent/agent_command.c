@@ -14,11 +14,11 @@ static agent_batch *find_batch(const tb__agent *agent, const char *id) {
     return NULL;
 }
 
-tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out) {
+tb_status tb__agent_get_batch(agent_job *job) {
     agent_batch *b = find_batch(job->agent, job->message.batch_id);
     if (!b || b->session != job->session || b->is_ending)
         return tb__fail(TB_INVALID, "there is no batch '%.100s'", job->message.batch_id);
-    *out = b;
+    job->batch = b;
     return TB_OK;
 }
 
@@ -67,8 +67,7 @@ static void finish_ending_batch(void *arg) {
     agent_job *cleanup_job = ((agent_batch *)arg)->cleanup_job;
     free_agent_batch(arg);
     if (cleanup_job)
-        tb__agent_job_end(cleanup_job,
-                          cleanup_job->status == TB_OK ? TB_OK : tb__fail(cleanup_job->status, "%s", cleanup_job->why));
+        tb__agent_job_finish(cleanup_job);
 }
 
 /* Freeing the memory may take long. The batch's name is taken until then. */
@@ -203,71 +202,53 @@ static tb_status begin_change(agent_job *job, agent_batch *b) {
         return tb__fail(TB_REFUSED, "batch '%.100s' is being %s; pairs come and go between transfers", b->id,
                         b->is_busy[1] ? "sent" : "received");
     b->is_changing = true;
-    b->njobs++;
     job->batch = b;
     return TB_OK;
 }
 
-static void end_change(agent_job *job, tb_status status) {
-    agent_batch *b = job->batch;
-    b->is_changing = false;
-    tb__agent_job_end(job, status);
-    tb__agent_batch_job_ended(b);
-}
-
 /* Adds pairs to a registered batch. */
-static void extend_batch(agent_job *job, agent_batch *b) {
-    tb_status status = begin_change(job, b);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
-    }
+static tb_status extend_batch(agent_job *job, agent_batch *b) {
+    TB_TRY(begin_change(job, b));
     b->round++;
-    status = add_named_pairs(job, b);
+    tb_status status = add_named_pairs(job, b);
     if (status == TB_OK && job->message.tensors.count == 0)
         status = tb__fail(TB_INVALID, "no tensors are given for batch '%.100s'", b->id);
     if (status == TB_OK) {
         tb__agent_job_start(job, tb__agent_batch_fill);
-        return;
+        return TB_OK;
     }
     tb__saved_detail why = tb__save_detail();
     remove_round(b, b->round);
-    end_change(job, tb__fail(status, "%s", why.text));
+    b->is_changing = false;
+    return tb__fail(status, "%s", why.text);
 }
 
-static void begin_register(agent_job *job) {
+static tb_status begin_register(agent_job *job) {
     const char *id = job->message.batch_id;
     agent_batch *b = find_batch(job->agent, id);
-    if (b && b->session == job->session && b->batch && !b->is_ending) {
-        extend_batch(job, b);
-        return;
-    }
-    tb_status status = b ? tb__fail(TB_CONFLICT, "there is a batch '%.100s' already", id) : TB_OK;
-    b = NULL;
-    if (status == TB_OK) {
-        b = tb__calloc(1, sizeof *b);
-        status = b && (b->id = tb__strdup(id)) ? TB_OK : TB_NO_MEMORY;
-    }
-    if (status != TB_OK) {
+    if (b && b->session == job->session && b->batch && !b->is_ending)
+        return extend_batch(job, b);
+    if (b)
+        return tb__fail(TB_CONFLICT, "there is a batch '%.100s' already", id);
+    b = tb__calloc(1, sizeof *b);
+    if (!b || !(b->id = tb__strdup(id))) {
         free(b);
-        tb__agent_job_end(job, status);
-        return;
+        return TB_NO_MEMORY;
     }
     pthread_mutex_init(&b->lock, NULL);
     pthread_cond_init(&b->unused, NULL);
     b->session = job->session;
     b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
-    status = job->message.tensors.count > 0 ? add_named_pairs(job, b) : add_client_pairs(job, b);
+    tb_status status = job->message.tensors.count > 0 ? add_named_pairs(job, b) : add_client_pairs(job, b);
     if (status != TB_OK) {
-        tb__agent_job_answer(job, status);
+        tb__saved_detail why = tb__save_detail();
         free_agent_batch(b);
-        tb__agent_job_end(job, status);
-        return;
+        return tb__fail(status, "%s", why.text);
     }
     job->batch = b;
-    b->njobs++;
     tb__agent_job_start(job, tb__agent_batch_fill);
+    return TB_OK;
 }
 
 static tb_status run_remove_pair(agent_job *job) {
@@ -280,66 +261,48 @@ static void finish_remove_pair(agent_job *job) {
         if (strcmp(b->batch_pairs.item[i].pair->name, job->message.pair_name) == 0)
             remove_batch_pair(b, i);
     }
-    end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
+    b->is_changing = false;
+    tb__agent_job_finish(job);
 }
 
-/* Removes one pair from the batch. */
-static void begin_remove_pair(agent_job *job, agent_batch *b) {
+tb_status tb__agent_check_registered(const agent_batch *b) {
+    return b->batch ? TB_OK : tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
+}
+
+/* The whole batch, or one pair of it. */
+static tb_status begin_cleanup(agent_job *job) {
+    agent_batch *b = job->batch;
     const char *pair = job->message.pair_name;
-    size_t i = find_batch_pair(b, pair, NULL);
-    tb_status status = !b->batch ? tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id)
-                       : i == b->batch_pairs.count
-                           ? tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->id)
-                           : begin_change(job, b);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
+    if (!pair) {
+        b->cleanup_job = job;
+        begin_ending_batch(b);
+        return TB_OK;
     }
-    job->leaving = i;
+    job->leaving = find_batch_pair(b, pair, NULL);
+    TB_TRY(tb__agent_check_registered(b));
+    if (job->leaving == b->batch_pairs.count)
+        return tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->id);
+    TB_TRY(begin_change(job, b));
     tb__agent_job_start(job, run_remove_pair);
+    return TB_OK;
 }
 
-static void begin_cleanup(agent_job *job) {
-    agent_batch *b = NULL;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
-    }
-    if (job->message.pair_name) {
-        begin_remove_pair(job, b);
-        return;
-    }
-    b->cleanup_job = job;
-    begin_ending_batch(b);
-}
-
-static void reply_report(agent_job *job) {
-    char *report = NULL;
+static tb_status reply_report(agent_job *job) {
     tb__plans_state plans;
-    tb_status status = tb__agent_make_report(job->agent, job->session, &report);
+    TB_TRY(tb__agent_make_report(job->agent, job->session, &job->text));
     tb__plans_query(job->agent->world, &plans);
-    if (status == TB_OK)
-        job->reply = (tb__message){.report = {(const uint8_t *)report, strlen(report)},
-                                   .plan_hits = tb__some_uint(plans.hits),
-                                   .plan_misses = tb__some_uint(plans.misses),
-                                   .plan_bytes = tb__some_uint(plans.nbytes)};
-    tb__agent_job_end(job, status);
-    free(report);
+    job->reply = (tb__message){.report = {(const uint8_t *)job->text, strlen(job->text)},
+                               .plan_hits = tb__some_uint(plans.hits),
+                               .plan_misses = tb__some_uint(plans.misses),
+                               .plan_bytes = tb__some_uint(plans.nbytes)};
+    return TB_OK;
 }
 
-static void reply_dump(agent_job *job) {
-    char *text = NULL;
-    agent_batch *b;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status == TB_OK && !b->batch)
-        status = tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
-    if (status == TB_OK)
-        status = tb_batch_dump(b->batch, job->message.direction == TB__SEND, &text);
-    if (status == TB_OK)
-        job->reply.report = (tb__blob){(const uint8_t *)text, strlen(text)};
-    tb__agent_job_end(job, status);
-    free(text);
+static tb_status reply_dump(agent_job *job) {
+    TB_TRY(tb__agent_check_registered(job->batch));
+    TB_TRY(tb_batch_dump(job->batch->batch, job->message.direction == TB__SEND, &job->text));
+    job->reply.report = (tb__blob){(const uint8_t *)job->text, strlen(job->text)};
+    return TB_OK;
 }
 
 bool tb__agent_find_seat(const tb__agent *agent, const char *group, tb__membership *out) {
@@ -394,83 +357,89 @@ static void finish_register(agent_job *job) {
             remove_round(b, b->round);
         else
             tb__agent_update_version(b);
-        end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
+        b->is_changing = false;
+        tb__agent_job_finish(job);
         return;
     }
     b->batch = job->registered;
     if (job->status == TB_OK || b->cleanup_job) {
-        tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
+        tb__agent_job_finish(job);
     } else {
         b->is_ending = true;
         b->cleanup_job = job; /* answered when the batch's name is free again */
     }
-    tb__agent_batch_job_ended(b);
 }
 
-/* Enter, AwaitMembers, AwaitTensors, Invalidate */
-static void finish_other(agent_job *job) {
-    agent_batch *b = job->batch;
-    for (size_t i = 0; i < job->batches.count; i++)
-        tb__agent_batch_job_ended(job->batches.item[i]);
-    job->batches.count = 0;
-    tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
-    if (b)
-        tb__agent_batch_job_ended(b);
-}
+enum {
+    HAS_BATCH = 1, /* job->batch is the one that it names */
+    MAY_WAIT = 2,  /* it starts a thread, or waits for one: their number is limited */
+    IS_NEW = 4,    /* it begins something, which a stopping agent does not */
+};
 
+/* Each is answered at once, with the status that `now` returns; or `begin` starts it, unless it fails; or it runs in a
+ * thread. */
 static const struct command {
-    void (*begin)(agent_job *job);    /* NULL: it only runs: */
-    tb_status (*run)(agent_job *job); /* in a thread of its own */
-    void (*finish)(agent_job *job);   /* when its thread has ended */
-    bool may_wait;                    /* it starts a thread, or waits for one: their number is limited */
-    bool is_new;                      /* it begins something, which a stopping agent does not */
+    unsigned flags;
+    tb_status (*now)(agent_job *job);
+    tb_status (*begin)(agent_job *job); /* the job may have ended when it returns TB_OK */
+    tb_status (*run)(agent_job *job);
+    void (*finish)(agent_job *job); /* when its thread has ended; NULL: it is answered */
 } commands[TB__MESSAGE_KINDS] = {
-    [TB__INIT_PAIR] = {tb__agent_init_pair, NULL, tb__agent_finish_init_pair, true, true},
-    [TB__REGISTER_TENSORS] = {begin_register, NULL, finish_register, true, true},
-    [TB__TRANSFER] = {tb__agent_begin_transfer, NULL, tb__agent_finish_transfer, true, true},
-    [TB__QUERY_STATUS] = {.begin = tb__agent_query_status, .finish = tb__agent_finish_query},
-    [TB__CLEANUP_BATCH] = {.begin = begin_cleanup, .finish = finish_remove_pair},
-    [TB__PROCEED] = {.begin = tb__agent_proceed},
-    [TB__INSPECT] = {.begin = reply_report},
-    [TB__ENTER] = {NULL, run_enter, finish_other, true, true},
-    [TB__AWAIT_MEMBERS] = {NULL, run_await_members, finish_other, true, true},
-    [TB__CLEANUP_PAIR] = {.begin = tb__agent_cleanup_pair},
-    [TB__AWAIT_TENSORS] = {tb__agent_await_tensors, NULL, finish_other, true, false},
-    [TB__CANCEL] = {.begin = tb__agent_cancel},
-    [TB__INVALIDATE] = {tb__agent_invalidate, NULL, finish_other, true, false},
-    [TB__DUMP] = {.begin = reply_dump},
+    [TB__INIT_PAIR] = {MAY_WAIT | IS_NEW, .begin = tb__agent_init_pair, .finish = tb__agent_finish_init_pair},
+    [TB__REGISTER_TENSORS] = {MAY_WAIT | IS_NEW, .begin = begin_register, .finish = finish_register},
+    [TB__TRANSFER] = {HAS_BATCH | MAY_WAIT | IS_NEW, .begin = tb__agent_begin_transfer,
+                      .finish = tb__agent_finish_transfer},
+    [TB__QUERY_STATUS] = {HAS_BATCH, .begin = tb__agent_query_status, .finish = tb__agent_finish_query},
+    [TB__CLEANUP_BATCH] = {HAS_BATCH, .begin = begin_cleanup, .finish = finish_remove_pair},
+    [TB__PROCEED] = {HAS_BATCH, .now = tb__agent_proceed},
+    [TB__INSPECT] = {.now = reply_report},
+    [TB__ENTER] = {MAY_WAIT | IS_NEW, .run = run_enter},
+    [TB__AWAIT_MEMBERS] = {MAY_WAIT | IS_NEW, .run = run_await_members},
+    [TB__CLEANUP_PAIR] = {.now = tb__agent_cleanup_pair},
+    [TB__AWAIT_TENSORS] = {HAS_BATCH | MAY_WAIT, .begin = tb__agent_await_tensors},
+    [TB__CANCEL] = {HAS_BATCH, .now = tb__agent_cancel},
+    [TB__INVALIDATE] = {MAY_WAIT, .begin = tb__agent_invalidate, .finish = tb__agent_finish_invalidate},
+    [TB__DUMP] = {HAS_BATCH, .now = reply_dump},
 };
 
 static tb_status check_command(agent_job *job) {
     const tb__message *m = &job->message;
     const struct command *c = &commands[m->kind];
     const char *name = tb__message_schema(m->kind)->name;
-    if (!c->begin && !c->run)
+    if (!c->now && !c->begin && !c->run)
         return tb__fail(TB_INVALID, "a %s is not a command", name);
     if (m->kind >= TB__ENTER && job->session->protocol < 2)
         return tb__fail(TB_INVALID, "a %s is a command of version 2 of the protocol; this client speaks version 1",
                         name);
-    if (job->agent->is_stopping && c->is_new)
+    if (job->agent->is_stopping && c->flags & IS_NEW)
         return tb__fail(TB_REFUSED, "the agent is stopping");
     bool removes_pair = m->kind == TB__CLEANUP_BATCH && m->pair_name;
     bool asks_group = m->kind == TB__QUERY_STATUS && m->question;
-    return c->may_wait || removes_pair || asks_group ? tb__agent_job_begin(job) : TB_OK;
+    if (c->flags & MAY_WAIT || removes_pair || asks_group)
+        TB_TRY(tb__agent_job_begin(job));
+    return c->flags & HAS_BATCH ? tb__agent_get_batch(job) : TB_OK;
 }
 
 void tb__agent_run_command(agent_job *job) {
     const struct command *c = &commands[job->message.kind];
     job->deadline_ms = tb__now_ms() + tb__agent_job_timeout(job);
     tb_status status = check_command(job);
+    if (status == TB_OK && c->run)
+        tb__agent_job_start(job, c->run);
+    else if (status == TB_OK && c->begin)
+        status = c->begin(job);
+    else if (status == TB_OK)
+        tb__agent_job_end(job, c->now(job));
     if (status != TB_OK)
         tb__agent_job_end(job, status);
-    else if (c->begin)
-        c->begin(job);
-    else
-        tb__agent_job_start(job, c->run);
 }
 
 void tb__agent_finish_command(agent_job *job) {
-    commands[job->message.kind].finish(job);
+    const struct command *c = &commands[job->message.kind];
+    agent_batch *b = job->batch;
+    (c->finish ? c->finish : tb__agent_job_finish)(job);
+    if (b)
+        tb__agent_batch_job_ended(b);
 }
 
 void tb__agent_drop_client(tb__agent *agent, agent_session *s) {

@@ -188,6 +188,7 @@ struct agent_job {
     agent_batch *batch;
     tb_batch *registered;             /* for it */
     bool signal;                      /* QueryStatus: the group's */
+    char *text;                       /* that the reply points to; NULL: none */
     size_t leaving;                   /* index of the pair that is being removed */
     int64_t *moved;                   /* bytes moved, by pair of the batch; NULL: unknown */
     unsigned told;                    /* events that were sent to the client */
@@ -274,26 +275,28 @@ bool tb__agent_find_seat(const tb__agent *agent, const char *group, tb__membersh
 tb_status tb__agent_enter(tb__agent *agent, const char *group, int32_t index, int32_t size);
 /* The local group of the pair of a tensor in a RegisterTensors whose pairs were found. */
 const char *tb__agent_side_of(const agent_job *job, size_t tensor);
-/* The client's batch of this name, unless it is ending. */
-tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out);
-void tb__agent_batch_job_ended(agent_batch *batch); /* a job of the batch has ended */
+/* Sets the job's batch to the client's of this name, unless it is ending. */
+tb_status tb__agent_get_batch(agent_job *job);
+tb_status tb__agent_check_registered(const agent_batch *batch); /* TB_REFUSED: it is being registered */
+void tb__agent_batch_job_ended(agent_batch *batch);             /* a job of the batch has ended */
 /* Runs in the loop when a job's thread has ended. */
 void tb__agent_finish_command(agent_job *job);
 /* Ends the batches and pairs of a client that is gone. */
 void tb__agent_drop_client(tb__agent *agent, agent_session *session);
 
-/* agent_transfer.c */
-void tb__agent_begin_transfer(agent_job *job);
+/* agent_transfer.c. These are the functions of commands, as agent_command.c has them. */
+tb_status tb__agent_begin_transfer(agent_job *job);
 void tb__agent_finish_transfer(agent_job *job);
 void tb__agent_send_events(agent_job *job); /* sends the events that it has raised */
-void tb__agent_query_status(agent_job *job);
+tb_status tb__agent_query_status(agent_job *job);
 void tb__agent_finish_query(agent_job *job);
-void tb__agent_proceed(agent_job *job);
-void tb__agent_cancel(agent_job *job);
-void tb__agent_await_tensors(agent_job *job);
+tb_status tb__agent_proceed(agent_job *job);
+tb_status tb__agent_cancel(agent_job *job);
+tb_status tb__agent_await_tensors(agent_job *job);
 
 /* agent_invalidate.c */
-void tb__agent_invalidate(agent_job *job);
+tb_status tb__agent_invalidate(agent_job *job);
+void tb__agent_finish_invalidate(agent_job *job);
 
 /* agent_outcome.c: the results of transfers, by pair. */
 /* Writes to the client's memory the versions that are committed here and not delivered: of receives whose outcome was
@@ -321,9 +324,9 @@ void tb__agent_record_moved(agent_job *job, const tb_transfer *transfer);
 bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held */
 
 /* agent_pair.c */
-void tb__agent_init_pair(agent_job *job);
+tb_status tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
-void tb__agent_cleanup_pair(agent_job *job);
+tb_status tb__agent_cleanup_pair(agent_job *job);
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name, const char *local);
 bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
 void tb__agent_pair_remove_batch(agent_pair *pair); /* a batch that had the pair has ended */
@@ -335,6 +338,7 @@ int64_t tb__agent_pairs_expire(tb__agent *agent);
 agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
 /* Counts a job that waits for others; TB_TOO_BIG if there are too many. Called once, before it starts. */
 tb_status tb__agent_job_begin(agent_job *job);
+/* Counts as one of the jobs of its batch, if it has one. */
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
 /* Frees the parts of the frame that the message does not point to. The frame of a RegisterTensors stays. */
 void tb__agent_job_trim(agent_job *job);
@@ -342,6 +346,7 @@ void tb__agent_job_trim(agent_job *job);
 void tb__agent_job_drop_frame(agent_job *job);
 /* Ends a job: replies (a failure with tb_error_detail), posts the semaphore, frees. */
 void tb__agent_job_end(agent_job *job, tb_status status);
+void tb__agent_job_finish(agent_job *job); /* with what its thread has returned */
 /* Replies, while the job goes on. */
 void tb__agent_job_answer(agent_job *job, tb_status status);
 /* Runs `work` in a thread, then `after` in the loop; both at once if no thread can be started. Waits for others if too

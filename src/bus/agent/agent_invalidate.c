@@ -98,22 +98,29 @@ static tb_status run_invalidate(agent_job *job) {
     return status;
 }
 
-void tb__agent_invalidate(agent_job *job) {
+static void release_batches(agent_job *job) {
+    while (job->batches.count > 0)
+        tb__agent_batch_job_ended(job->batches.item[--job->batches.count]);
+}
+
+void tb__agent_finish_invalidate(agent_job *job) {
+    release_batches(job);
+    tb__agent_job_finish(job);
+}
+
+tb_status tb__agent_invalidate(agent_job *job) {
     uint64_t unused;
-    if (__builtin_add_overflow(job->message.address, job->message.nbytes, &unused)) {
-        tb__agent_job_end(job, tb__fail(TB_INVALID, "the memory runs past the last address"));
-        return;
-    }
+    if (__builtin_add_overflow(job->message.address, job->message.nbytes, &unused))
+        return tb__fail(TB_INVALID, "the memory runs past the last address");
     for (agent_batch *b = LIST_FIRST(&job->agent->batches); b; b = LIST_NEXT(b, link)) {
         if (b->session != job->session || !b->batch || b->is_ending)
             continue;
         if (!tb__vec_push(&job->batches, b)) {
-            for (size_t i = 0; i < job->batches.count; i++)
-                tb__agent_batch_job_ended(job->batches.item[i]);
-            tb__agent_job_end(job, TB_NO_MEMORY);
-            return;
+            release_batches(job);
+            return TB_NO_MEMORY;
         }
         b->njobs++;
     }
     tb__agent_job_start(job, run_invalidate);
+    return TB_OK;
 }

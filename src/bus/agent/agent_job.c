@@ -104,6 +104,8 @@ tb_status tb__agent_job_begin(agent_job *job) {
 
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
+    if (job->batch)
+        job->batch->njobs++;
     tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
     if (status == TB_OK)
         return; /* the job belongs to its thread now */
@@ -133,6 +135,7 @@ static void free_job(agent_job *job) {
     for (size_t i = 0; i < job->nfds; i++)
         close(job->fds[i]);
     free(job->fds);
+    free(job->text);
     free(job->batches.item);
     tb__arena_fini(&job->arena);
     tb__agent_job_drop_frame(job);
@@ -153,6 +156,10 @@ void tb__agent_job_end(agent_job *job, tb_status status) {
     free_job(job);
     if (s->is_closing)
         tb__agent_session_close_when_sent(s);
+}
+
+void tb__agent_job_finish(agent_job *job) {
+    tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
 }
 
 static void finish_background_job(agent_job *job) {

@@ -54,17 +54,18 @@ static void wait_for_pair(agent_pair *p, agent_job *job) {
 
 /* The pair has failed or ended: tries the waiting commands again. */
 static void retry_init_pair(agent_job *waiting) {
+    tb_status status;
     for (agent_job *job = waiting, *next; job; job = next) {
         next = job->next;
         if (job->session->is_gone) /* no client is left to cancel it */
             tb__agent_job_end(job, tb__fail(TB_CANCELLED, "the client is gone"));
-        else if (tb__now_ms() < job->deadline_ms)
-            tb__agent_init_pair(job);
-        else
+        else if (tb__now_ms() >= job->deadline_ms)
             tb__agent_job_end(job, tb__fail(TB_TIMEOUT,
                                             "pair '%.100s' could not be made in time, and nobody else who "
                                             "asked for it could",
                                             job->message.pair_name));
+        else if ((status = tb__agent_init_pair(job)) != TB_OK)
+            tb__agent_job_end(job, status);
     }
 }
 
@@ -196,14 +197,14 @@ static void stop_waiting(agent_pair *p, const agent_session *s) {
     }
 }
 
-void tb__agent_cleanup_pair(agent_job *job) {
+tb_status tb__agent_cleanup_pair(agent_job *job) {
     const tb__message *m = &job->message;
     agent_pair *p = tb__agent_find_pair(job->agent, m->pair_name, m->local_name);
     if (p) {
         stop_waiting(p, job->session);
         drop_user(p, job->session);
     }
-    tb__agent_job_end(job, TB_OK);
+    return TB_OK;
 }
 
 static tb_status run_init_pair(agent_job *job) {
@@ -253,7 +254,7 @@ static void finish_check(agent_job *job) {
     else if (job->status == TB_OK || job->status == TB_LOST || job->status == TB_CANCELLED)
         retry_init_pair(job);
     else
-        tb__agent_job_end(job, tb__fail(job->status, "%s", job->why));
+        tb__agent_job_finish(job);
 }
 
 void tb__agent_finish_init_pair(agent_job *job) {
@@ -264,7 +265,7 @@ void tb__agent_finish_init_pair(agent_job *job) {
         if (status == TB_OK)
             retry_init_pair(job);
         else
-            tb__agent_job_end(job, tb__fail(status, "%s", job->why));
+            tb__agent_job_finish(job);
         return;
     }
     if (p->maker != job) {
@@ -284,7 +285,7 @@ void tb__agent_finish_init_pair(agent_job *job) {
         free_agent_pair(p);
     }
     if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* the first client's deadline; others may have more time */
-        tb__agent_job_end(job, tb__fail(status, "%s", why));
+        tb__agent_job_finish(job);
         retry_init_pair(waiting);
         return;
     }
@@ -386,25 +387,20 @@ static tb_status init_pair(agent_job *job, int32_t index, const char *layout) {
     return TB_OK;
 }
 
-void tb__agent_init_pair(agent_job *job) {
+tb_status tb__agent_init_pair(agent_job *job) {
     char *layout = NULL;
     int32_t index = 0;
     tb__membership seat;
     tb_status status = decode_pair_layout(&job->message, &layout);
-    if (status == TB_OK && !tb__agent_find_seat(job->agent, job->message.local_name, &seat)) {
-        free(layout);
-        status = choose_seat(job->agent, &job->message, &index);
-        if (status == TB_OK)
-            tb__agent_job_start(job, run_enter_for_pair); /* then it is tried again */
-        else
-            tb__agent_job_end(job, status);
-        return;
-    }
-    if (status == TB_OK)
+    bool has_seat = status == TB_OK && tb__agent_find_seat(job->agent, job->message.local_name, &seat);
+    if (has_seat)
         status = check_init_pair(&job->message, &seat, &index);
-    if (status == TB_OK)
+    else if (status == TB_OK)
+        status = choose_seat(job->agent, &job->message, &index);
+    if (status == TB_OK && has_seat)
         status = init_pair(job, index, layout);
+    else if (status == TB_OK)
+        tb__agent_job_start(job, run_enter_for_pair); /* then it is tried again */
     free(layout);
-    if (status != TB_OK)
-        tb__agent_job_end(job, status);
+    return status;
 }

@@ -252,8 +252,7 @@ static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
 }
 
 static tb_status check_free(const agent_batch *b, bool is_send) {
-    if (!b->batch)
-        return tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
+    TB_TRY(tb__agent_check_registered(b));
     if (b->is_changing)
         return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
     if (b->is_busy[is_send])
@@ -266,20 +265,11 @@ static tb_status check_free(const agent_batch *b, bool is_send) {
     return TB_OK;
 }
 
-void tb__agent_begin_transfer(agent_job *job) {
+tb_status tb__agent_begin_transfer(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
-    agent_batch *b = NULL;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status == TB_OK)
-        status = check_free(b, is_send);
-    if (status == TB_OK)
-        status = check_modes(&job->message, b->batch);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
-    }
-    job->batch = b;
-    b->njobs++;
+    agent_batch *b = job->batch;
+    TB_TRY(check_free(b, is_send));
+    TB_TRY(check_modes(&job->message, b->batch));
     b->is_busy[is_send] = true;
     pthread_mutex_lock(&b->lock);
     b->error[0] = '\0';
@@ -290,6 +280,7 @@ void tb__agent_begin_transfer(agent_job *job) {
     if (job->message.no_wait && !answers_when_begun(job))
         tb__agent_job_answer(job, TB_OK);
     tb__agent_job_start(job, run_transfer);
+    return TB_OK;
 }
 
 static void count_transfer(const agent_job *job) {
@@ -319,8 +310,7 @@ void tb__agent_finish_transfer(agent_job *job) {
     if (b->batch_pairs.count > 1)
         tb__agent_put_outcomes(job, b, &job->reply);
     send_final_events(job);
-    tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
-    tb__agent_batch_job_ended(b);
+    tb__agent_job_finish(job);
 }
 
 static bool is_asked(tb__state_name asked, tb__state_name name) {
@@ -355,14 +345,9 @@ static void return_transfer(agent_batch *b, bool is_send) {
 
 /* `signal` NULL: this rank's own. */
 static void reply_status(agent_job *job, const bool *signal) {
-    agent_batch *b = NULL;
+    agent_batch *b = job->batch;
     tb__state_name asked = job->message.state_name;
     tb__message *r = &job->reply;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
-    }
     char error[TB__WHY_MAX];
     tb_batch_state received = tb__agent_get_received(b);
     tb_transfer_state state = {.size = sizeof state};
@@ -428,57 +413,45 @@ static tb_status run_ask_signal(agent_job *job) {
 }
 
 void tb__agent_finish_query(agent_job *job) {
-    agent_batch *b = job->batch;
-    if (job->status == TB_OK)
+    tb_status status = job->status == TB_OK ? tb__agent_get_batch(job) : tb__fail(job->status, "%s", job->why);
+    if (status == TB_OK)
         reply_status(job, &job->signal);
     else
-        tb__agent_job_end(job, tb__fail(job->status, "%s", job->why));
-    tb__agent_batch_job_ended(b);
+        tb__agent_job_end(job, status); /* the batch may be ending by now */
 }
 
-void tb__agent_query_status(agent_job *job) {
-    agent_batch *b = NULL;
+tb_status tb__agent_query_status(agent_job *job) {
+    agent_batch *b = job->batch;
     if (job->message.question == 0) {
         reply_status(job, NULL);
-        return;
+        return TB_OK;
     }
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status == TB_OK && (!b->batch || b->is_changing))
-        status = tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
-    }
-    job->batch = b;
-    b->njobs++;
+    TB_TRY(tb__agent_check_registered(b));
+    if (b->is_changing)
+        return tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
     tb__agent_job_start(job, run_ask_signal);
+    return TB_OK;
 }
 
-void tb__agent_proceed(agent_job *job) {
-    agent_batch *b = NULL;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status == TB_OK) {
-        pthread_mutex_lock(&b->lock);
-        status = b->transfers[0] ? tb_proceed(b->transfers[0])
-                                 : tb__fail(TB_REFUSED, "batch '%.100s' is not being received", b->id);
-        pthread_mutex_unlock(&b->lock);
-    }
-    tb__agent_job_end(job, status);
+tb_status tb__agent_proceed(agent_job *job) {
+    agent_batch *b = job->batch;
+    pthread_mutex_lock(&b->lock);
+    tb_status status = b->transfers[0] ? tb_proceed(b->transfers[0])
+                                       : tb__fail(TB_REFUSED, "batch '%.100s' is not being received", b->id);
+    pthread_mutex_unlock(&b->lock);
+    return status;
 }
 
 /* Answered at once: the end is told by an Event. */
-void tb__agent_cancel(agent_job *job) {
-    agent_batch *b = NULL;
+tb_status tb__agent_cancel(agent_job *job) {
+    agent_batch *b = job->batch;
     bool is_send = job->message.direction == TB__SEND;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status == TB_OK) {
-        pthread_mutex_lock(&b->lock);
-        b->is_given_up[is_send] = true;
-        if (b->transfers[is_send])
-            tb__transfer_begin_cancel(b->transfers[is_send]);
-        pthread_mutex_unlock(&b->lock);
-    }
-    tb__agent_job_end(job, status);
+    pthread_mutex_lock(&b->lock);
+    b->is_given_up[is_send] = true;
+    if (b->transfers[is_send])
+        tb__transfer_begin_cancel(b->transfers[is_send]);
+    pthread_mutex_unlock(&b->lock);
+    return TB_OK;
 }
 
 static tb_status run_await_tensors(agent_job *job) {
@@ -494,19 +467,17 @@ static tb_status run_await_tensors(agent_job *job) {
     return status;
 }
 
-void tb__agent_await_tensors(agent_job *job) {
-    agent_batch *b = NULL;
-    tb_status status = tb__agent_get_batch(job, &b);
-    if (status == TB_OK && job->message.group.is_set) {
-        job->batch = b;
-        b->njobs++;
+tb_status tb__agent_await_tensors(agent_job *job) {
+    agent_batch *b = job->batch;
+    if (job->message.group.is_set) {
         tb__agent_job_start(job, run_await_tensors);
-        return;
+        return TB_OK;
     }
-    tb_transfer *t = status == TB_OK ? borrow_transfer(b, false) : NULL;
+    tb_transfer *t = borrow_transfer(b, false);
     if (t) {
         tb__transfer_take_groups(t);
         return_transfer(b, false);
     }
-    tb__agent_job_end(job, status);
+    tb__agent_job_end(job, TB_OK);
+    return TB_OK;
 }
