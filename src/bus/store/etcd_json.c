@@ -1,4 +1,4 @@
-/* Requests are put together as text: base64 and numbers need no escapes. Answers are parsed by jansson. */
+/* Requests and answers, by jansson. */
 #include "bus/store/etcd_json.h"
 
 #include "base/mem.h"
@@ -9,10 +9,6 @@
 #include <string.h>
 
 static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-
-static size_t encoded_size(size_t nbytes) {
-    return (nbytes + 2) / 3 * 4;
-}
 
 static char *base64_encode(char *at, const uint8_t *data, size_t nbytes) {
     for (size_t i = 0; i < nbytes; i += 3) {
@@ -62,32 +58,28 @@ static bool base64_decode(const char *text, size_t length, char *out, size_t *nb
     return true;
 }
 
-static bool append_json(tb__bytes *out, const char *text) {
-    size_t length = strlen(text);
-    if (!tb__vec_reserve(out, length))
-        return false;
-    memcpy(out->item + out->count, text, length);
-    out->count += length;
-    return true;
+/* Each part of a request is NULL if there is no memory; whoever uses it takes it over. */
+static json_t *make_base64(const void *data, size_t nbytes) {
+    char *text = tb__malloc((nbytes + 2) / 3 * 4 + 1, 1);
+    json_t *json = text ? json_stringn(text, (size_t)(base64_encode(text, data, nbytes) - text)) : NULL;
+    free(text);
+    return json;
 }
 
-static bool append_base64(tb__bytes *out, const char *field, const void *data, size_t nbytes) {
-    if (!append_json(out, "\"") || !append_json(out, field) || !append_json(out, "\":\"") ||
-        !tb__vec_reserve(out, encoded_size(nbytes)))
-        return false;
-    char *begin = (char *)out->item + out->count;
-    out->count += (size_t)(base64_encode(begin, data, nbytes) - begin);
-    return append_json(out, "\"");
+static json_t *make_key(const char *key) {
+    return make_base64(key, strlen(key));
 }
 
-static bool append_number(tb__bytes *out, const char *field, int64_t number) {
-    char text[80];
-    snprintf(text, sizeof text, "\"%s\":\"%" PRId64 "\"", field, number);
-    return append_json(out, text);
+static json_t *make_number(int64_t number) {
+    return json_sprintf("%" PRId64, number);
+}
+
+static json_t *make_revision(uint64_t revision) {
+    return make_number(revision > INT64_MAX ? INT64_MAX : (int64_t)revision);
 }
 
 /* The first key that does not begin with the prefix any more. */
-static bool append_range_end(tb__bytes *out, const char *prefix) {
+static json_t *make_range_end(const char *prefix) {
     uint8_t end[TB__STORE_MAX_NAMESPACE + TB__STORE_MAX_KEY + 64];
     size_t length = strlen(prefix);
     memcpy(end, prefix, length + 1);
@@ -95,108 +87,83 @@ static bool append_range_end(tb__bytes *out, const char *prefix) {
         length--;
     if (length > 0)
         end[length - 1]++;
-    return append_json(out, ",") && append_base64(out, "range_end", end, length);
+    return make_base64(end, length);
 }
 
-static bool append_key(tb__bytes *out, const char *key, tb__etcd_scope scope) {
-    return append_base64(out, "key", key, strlen(key)) && (scope == TB__ETCD_KEY || append_range_end(out, key));
+static json_t *make_range(const char *key) {
+    return json_pack("{s:{s:o}}", "request_range", "key", make_key(key));
 }
 
-static bool append_put(tb__bytes *out, const char *key, const void *data, size_t nbytes, int64_t lease) {
-    return append_json(out, "{") && append_key(out, key, TB__ETCD_KEY) && append_json(out, ",") &&
-           append_base64(out, "value", data, nbytes) &&
-           (lease == 0 || (append_json(out, ",") && append_number(out, "lease", lease))) && append_json(out, "}");
+static json_t *make_put(const char *key, const void *data, size_t nbytes, int64_t lease) {
+    return json_pack("{s:o,s:o,s:o*}", "key", make_key(key), "value", make_base64(data, nbytes), "lease",
+                     lease ? make_number(lease) : NULL);
 }
 
-static int64_t clamp_revision(uint64_t revision) {
-    return revision > INT64_MAX ? INT64_MAX : (int64_t)revision;
+static json_t *make_compare(const char *target, const char *key, const char *field, json_t *value) {
+    return json_pack("{s:s,s:s,s:o,s:o}", "target", target, "result", "EQUAL", "key", make_key(key), field, value);
 }
 
-static tb_status finish_request(tb__bytes *out, bool is_made) {
-    if (is_made)
-        return TB_OK;
-    free(out->item);
-    *out = (tb__bytes){0};
-    return TB_NO_MEMORY;
+static json_t *make_compare_revision(const char *key, uint64_t revision) {
+    return make_compare("MOD", key, "mod_revision", make_revision(revision));
 }
 
-tb_status tb__etcd_range(const char *key, tb__etcd_scope scope, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{") && append_key(out, key, scope) && append_json(out, "}"));
+static tb_status write_request(json_t *request, tb__bytes *out) {
+    char *text = request ? json_dumps(request, JSON_COMPACT) : NULL;
+    json_decref(request);
+    *out = (tb__bytes){.item = (uint8_t *)text, .count = text ? strlen(text) : 0};
+    return text ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for a request to etcd");
+}
+
+tb_status tb__etcd_key(const char *key, tb__bytes *out) {
+    return write_request(json_pack("{s:o}", "key", make_key(key)), out);
 }
 
 tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{") && append_key(out, from, TB__ETCD_KEY) &&
-                                   append_range_end(out, prefix) && append_json(out, ",") &&
-                                   append_number(out, "limit", limit) && append_json(out, ",") &&
-                                   append_number(out, "revision", clamp_revision(revision)) && append_json(out, "}"));
+    return write_request(json_pack("{s:o,s:o,s:o,s:o}", "key", make_key(from), "range_end", make_range_end(prefix),
+                                   "limit", make_number(limit), "revision", make_revision(revision)),
+                         out);
 }
 
 tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_put(out, key, data, nbytes, lease));
-}
-
-static bool append_compare_revision(tb__bytes *out, const char *key, uint64_t revision) {
-    return append_json(out, "{\"target\":\"MOD\",\"result\":\"EQUAL\",") && append_key(out, key, TB__ETCD_KEY) &&
-           append_json(out, ",") && append_number(out, "mod_revision", clamp_revision(revision)) &&
-           append_json(out, "}");
+    return write_request(make_put(key, data, nbytes, lease), out);
 }
 
 tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
                                    tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{\"compare\":[") && append_compare_revision(out, key, expected) &&
-                                   append_json(out, "],\"success\":[{\"request_put\":") &&
-                                   append_put(out, key, data, nbytes, lease) &&
-                                   append_json(out, "}],\"failure\":[{\"request_range\":{") &&
-                                   append_key(out, key, TB__ETCD_KEY) && append_json(out, "}}]}"));
-}
-
-static bool append_compare_value(tb__bytes *out, const char *key, const char *value) {
-    return append_json(out, "{\"target\":\"VALUE\",\"result\":\"EQUAL\",") && append_key(out, key, TB__ETCD_KEY) &&
-           append_json(out, ",") && append_base64(out, "value", value, strlen(value)) && append_json(out, "}");
-}
-
-/* The end of a transaction that creates a key, after the comparison of another one, which may be written, too. */
-static bool append_creation(tb__bytes *out, const char *key, const void *data, size_t nbytes, const char *other,
-                            const char *other_value) {
-    return append_json(out, ",") && append_compare_revision(out, key, 0) &&
-           append_json(out, "],\"success\":[{\"request_put\":") && append_put(out, key, data, nbytes, 0) &&
-           (!other_value ||
-            (append_json(out, "},{\"request_put\":") && append_put(out, other, other_value, strlen(other_value), 0))) &&
-           append_json(out, "}],\"failure\":[{\"request_range\":{") && append_key(out, key, TB__ETCD_KEY) &&
-           append_json(out, "}},{\"request_range\":{") && append_key(out, other, TB__ETCD_KEY) &&
-           append_json(out, "}}]}");
+    return write_request(json_pack("{s:[o],s:[{s:o}],s:[o]}", "compare", make_compare_revision(key, expected),
+                                   "success", "request_put", make_put(key, data, nbytes, lease), "failure",
+                                   make_range(key)),
+                         out);
 }
 
 tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
                                   size_t nbytes, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{\"compare\":[") && append_compare_value(out, guard, guard_value) &&
-                                   append_creation(out, key, data, nbytes, guard, NULL));
+    return write_request(json_pack("{s:[o,o],s:[{s:o}],s:[o,o]}", "compare",
+                                   make_compare("VALUE", guard, "value", make_key(guard_value)),
+                                   make_compare_revision(key, 0), "success", "request_put",
+                                   make_put(key, data, nbytes, 0), "failure", make_range(key), make_range(guard)),
+                         out);
 }
 
 tb_status tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
                               const char *first, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{\"compare\":[") && append_compare_revision(out, counter, expected) &&
-                                   append_creation(out, key, first, strlen(first), counter, next));
+    return write_request(json_pack("{s:[o,o],s:[{s:o},{s:o}],s:[o,o]}", "compare",
+                                   make_compare_revision(counter, expected), make_compare_revision(key, 0), "success",
+                                   "request_put", make_put(key, first, strlen(first), 0), "request_put",
+                                   make_put(counter, next, strlen(next), 0), "failure", make_range(key),
+                                   make_range(counter)),
+                         out);
 }
 
-tb_status tb__etcd_watch(const char *key, tb__etcd_scope scope, uint64_t start, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    /* In fragments: what has happened since long ago may be more than one message can carry. */
-    return finish_request(out, append_json(out, "{\"create_request\":{") && append_key(out, key, scope) &&
-                                   append_json(out, ",") &&
-                                   append_number(out, "start_revision", clamp_revision(start)) &&
-                                   append_json(out, ",\"fragment\":true}}"));
+/* In fragments: what has happened since long ago may be more than one message can carry. */
+tb_status tb__etcd_watch(const char *prefix, uint64_t start, tb__bytes *out) {
+    return write_request(json_pack("{s:{s:o,s:o,s:o,s:b}}", "create_request", "key", make_key(prefix), "range_end",
+                                   make_range_end(prefix), "start_revision", make_revision(start), "fragment", 1),
+                         out);
 }
 
 tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out) {
-    *out = (tb__bytes){0};
-    return finish_request(out, append_json(out, "{") && append_number(out, field, number) && append_json(out, "}"));
+    return write_request(json_pack("{s:o}", field, make_number(number)), out);
 }
 
 int64_t tb__etcd_read_number(const json_t *object, const char *field) {
@@ -294,14 +261,18 @@ tb_status tb__etcd_read_entries(const json_t *pages, size_t strip, uint64_t revi
         return TB_NO_MEMORY;
     char *at = (char *)(item + count);
     size_t n = 0;
-    json_array_foreach(pages, i, page){
-        json_array_foreach(json_object_get(page, "kvs"), k, kv){if (!read_entry(kv, strip, &at, &item[n++])){free(item);
-    return fail_malformed();
-}
-}
-}
-*out = (tb__store_entries){.count = count, .item = item, .revision = revision};
-return TB_OK;
+    bool is_good = true;
+    json_array_foreach(pages, i, page) {
+        json_array_foreach(json_object_get(page, "kvs"), k, kv) {
+            is_good = is_good && read_entry(kv, strip, &at, &item[n++]);
+        }
+    }
+    if (!is_good) {
+        free(item);
+        return fail_malformed();
+    }
+    *out = (tb__store_entries){.count = count, .item = item, .revision = revision};
+    return TB_OK;
 }
 
 bool tb__etcd_read_last_key(const json_t *page, char *out, size_t room) {

@@ -11,14 +11,9 @@
 #define TB__ETCD_DATA  "tensorbus/data/"
 #define TB__ETCD_TOKEN "tensorbus/token/" /* and a namespace: what its token is checked with */
 
-typedef enum tb__etcd_scope {
-    TB__ETCD_KEY,
-    TB__ETCD_PREFIX,
-} tb__etcd_scope;
-
 /* Each makes the body of a request, whose `item` is to be freed. Keys are etcd's, with the prefix. */
-/* For a range, and for deleting one. */
-tb_status tb__etcd_range(const char *key, tb__etcd_scope scope, tb__bytes *out);
+/* For reading a key, and for deleting one. */
+tb_status tb__etcd_key(const char *key, tb__bytes *out);
 
 /* All keys from `from` on that begin with the prefix, at most `limit`; as they were at the revision, if that is not 0.
  */
@@ -32,7 +27,7 @@ tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, co
 /* Creates the key, with `first`, and sets the counter to `next`; if it fails, likewise. */
 tb_status tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
                               const char *first, tb__bytes *out);
-tb_status tb__etcd_watch(const char *key, tb__etcd_scope scope, uint64_t start, tb__bytes *out);
+tb_status tb__etcd_watch(const char *prefix, uint64_t start, tb__bytes *out);
 tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out); /* {"field":"number"} */
 
 /* A number's field; 0 if it is not there, for then etcd leaves it out. */

@@ -102,7 +102,7 @@ static tb_status read_key(etcd_client *c, const char *key, tb__gateway_call *cal
                           uint64_t *revision) {
     tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_range(key, TB__ETCD_KEY, &body));
+    TB_TRY(tb__etcd_key(key, &body));
     call->path = "/v3/kv/range";
     TB_TRY(post_body(c, call, &body, &reply));
     *revision = tb__etcd_read_revision(reply);
@@ -167,7 +167,7 @@ static tb_status etcd_create_guarded(etcd_client *c, const char *key, const tb__
 static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_ms) {
     tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_range(key, TB__ETCD_KEY, &body));
+    TB_TRY(tb__etcd_key(key, &body));
     tb__gateway_call call = {.path = "/v3/kv/deleterange", .deadline_ms = deadline_ms};
     TB_TRY(post_body(c, &call, &body, &reply));
     json_decref(reply);
@@ -346,7 +346,7 @@ static tb_status etcd_wait_change(etcd_client *c, const char *prefix, uint64_t s
         json_t *none;
         tb__gateway_call call = {
             .path = "/v3/watch", .deadline_ms = deadline_ms, .on_result = on_watch_result, .arg = &w};
-        TB_TRY(tb__etcd_watch(prefix, TB__ETCD_PREFIX, since < UINT64_MAX ? since + 1 : since, &body));
+        TB_TRY(tb__etcd_watch(prefix, since < UINT64_MAX ? since + 1 : since, &body));
         tb_status status = post_body(c, &call, &body, &none);
         if (status != TB_OK || w.nevents != 1 || w.value.nbytes > TB__STORE_MAX_TOLD)
             tb__store_value_fini(&w.value);
