@@ -25,6 +25,7 @@ from ._errors import (
 )
 from ._layout import Layout, Plan, PlanStats, Route, layout, plan
 from ._memory import Memory, empty
+from ._module import share
 from ._pair import Pair
 from ._transfer import Transfer, TransferState
 
@@ -57,4 +58,5 @@ __all__ = [
     "join",
     "layout",
     "plan",
+    "share",
 ]

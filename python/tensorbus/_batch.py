@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_bool, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _tensors, _values
-from ._c import TB_MAX_DIMS, lib, take_text, tb_batch_state, tb_commit, tb_tensor, tb_transfer_opts
-from ._errors import Error, Invalid
+from . import _module, _tensors, _torch, _values
+from ._c import (
+    TB_MAX_DIMS,
+    lib,
+    take_text,
+    tb_batch_opts,
+    tb_batch_state,
+    tb_commit,
+    tb_tensor,
+    tb_tie,
+    tb_transfer_opts,
+)
+from ._errors import Error, Invalid, Refused
 from ._handle import Handle
 from ._layout import Layout, layout
 from ._pair import Pair
@@ -36,15 +46,31 @@ class BatchState:
 class Batch(Handle):
     """Tensors that travel together; made by ``Bus.batch``. It keeps the memory of its tensors alive."""
 
-    def __init__(self, bus: Bus, name: str, commit: str) -> None:
+    def __init__(self, bus: Bus, name: str, commit: str, opts: tb_batch_opts, ties: dict[str, str]) -> None:
         super().__init__(f"batch '{name}'")
         self._bus = bus
         self.name, self.commit = name, commit
-        self._tensors: dict[Pair, list[tuple[str, _tensors.View]]] = {}
+        self._opts, self._ties = opts, ties
+        self._tensors: dict[Pair, list[tuple[str, _tensors.View, tb_tensor]]] = {}
         self._is_registered = False
         self._transfers: dict[bool, Transfer] = {}  # by is_send
         # Called before every transfer, with is_send: what looks at tensors again, and refuses those that have changed.
         self._before_transfer: list[Callable[[bool], None]] = []
+
+    def _create(self) -> None:
+        """Makes the library's batch; or makes it again, with more ties and the same tensors."""
+        ties = [tb_tie(name.encode(), canonical.encode()) for name, canonical in self._ties.items()]
+        self._opts.ties, self._opts.nties = (tb_tie * len(ties))(*ties), len(ties)
+        made = c_void_p()
+        with self._bus._use() as world:
+            lib.tb_batch_create(world, self.name.encode(), byref(self._opts), byref(made))
+            for pair, tensors in self._tensors.items():
+                lib.tb_batch_add_pair(made, pair._handle)
+                for name, _, described in tensors:
+                    lib.tb_batch_add(made, pair._handle, name.encode(), byref(described))
+        with self._lock:
+            self._handle, made = made, self._handle
+        lib.tb_batch_destroy(made)
 
     # -- Tensors --
 
@@ -60,14 +86,18 @@ class Batch(Handle):
         wire_dtype: Any = None,
         group: int = 0,
         view: str | None = None,
+        ranks: Mapping[int, int] | Sequence[int] | None = None,
     ) -> None:
         """Adds this rank's part of tensor ``name``: a NumPy array, a PyTorch tensor, or anything with DLPack.
 
         ``shape`` is the global one; by default, the tensor's own. ``layout`` is this side's for this tensor; by
         default, what the tensor brings, or the pair's. ``dtype`` reinterprets the bits, for dtypes that NumPy lacks:
         "bf16" for an array of uint16. ``wire_dtype`` asks for a cast on the way, ``group`` orders arrivals, ``view``
-        says how the stored tensor becomes the one that is named. The memory is borrowed until the batch is closed.
+        says how the stored tensor becomes the one that is named. ``ranks`` maps the ranks of a DTensor's mesh to seats
+        of the group, where they are not the same. The memory is borrowed until the batch is closed.
         """
+        if ranks is not None:
+            tensor = _torch.read_dtensor(name, tensor, ranks)
         self._add(pair, [(name, self._describe(pair, name, tensor, shape, layout, dtype, wire_dtype, group, view))])
 
     def add_all(self, pair: Pair, tensors: Mapping[str, Any], *, shapes: Mapping[str, Any] | None = None) -> None:
@@ -126,8 +156,50 @@ class Batch(Handle):
             kept = self._tensors.setdefault(pair, [])
             for name, (described, view) in tensors:
                 lib.tb_batch_add(batch, c_pair, name.encode(), byref(described))
-                kept.append((name, view))
+                kept.append((name, view, described))
             self._is_registered = False
+
+    def add_module(
+        self,
+        pair: Pair,
+        module: Any,
+        *,
+        buffers: bool = False,
+        reshard: bool = False,
+        mesh: Any = None,
+        ranks: Mapping[int, int] | Sequence[int] | None = None,
+        wire_dtype: Any = None,
+    ) -> None:
+        """Adds every parameter of a PyTorch module, by name; with ``buffers``, those of its state_dict, too.
+
+        What wrappers add to names (``_orig_mod.``, ``_checkpoint_wrapped_module.``, ``module.``) is dropped, and tied
+        parameters become ties. DTensors bring their layouts, in which ``ranks`` maps ranks of the mesh to seats; plain
+        tensors have the pair's layout, or are replicated over ``mesh``, a DeviceMesh.
+
+        The batch keeps the module, not addresses: every transfer looks at each parameter again. One whose storage has
+        moved is sent from where it is; one whose layout has changed is refused, by name. So is a module that FSDP has
+        unsharded, unless ``reshard`` asks to reshard it first.
+        """
+        watch = _module.Watch(
+            module,
+            buffers=_values.flag("buffers", buffers),
+            reshard=_values.flag("reshard", reshard),
+            ranks=ranks,
+            mesh=mesh,
+        )
+        described = [
+            (name, self._describe(pair, name, view, None, None, None, wire_dtype, 0, None))
+            for name, view in watch.views.items()
+        ]
+        ties = {name: canonical for name, canonical in watch.ties.items() if self._ties.get(name) != canonical}
+        if ties and self.epoch > 0:
+            name = next(iter(ties))
+            raise Refused(f"parameter '{name}' is tied, and the batch is registered; name it in the ties of bus.batch")
+        if ties:
+            self._ties |= ties
+            self._create()
+        self._add(pair, described)
+        self._before_transfer.append(watch.look)
 
     # -- Pairs --
 
@@ -257,8 +329,7 @@ class Batch(Handle):
             whole_group=_values.flag("whole_group", whole_group),
         )
         event = None if wait is None else _values.choice("wait", wait, EVENTS)
-        if not is_send:
-            self._check_writable()
+        self._look_again(is_send)
         self._reap(is_send)
         for look_again in self._before_transfer:
             look_again(is_send)
@@ -284,17 +355,23 @@ class Batch(Handle):
         if stream is not None:
             return c_void_p(_values.integer("stream", stream, 0, 2**64 - 1))
         for tensors in self._tensors.values():
-            for _, view in tensors:
+            for _, view, _ in tensors:
                 if view.device != "host":
                     found = _tensors.current_stream(view.device)
                     return None if found is None else c_void_p(found)
         return None
 
-    def _check_writable(self) -> None:
+    def _look_again(self, is_send: bool) -> None:
+        """Refuses, by name, tensors that can't be used any more as they were added."""
         for tensors in self._tensors.values():
-            for name, view in tensors:
-                if view.is_readonly:
-                    raise Invalid(f"tensor '{name}' of batch '{self.name}' is read-only, and can't be received into")
+            for name, view, _ in tensors:
+                try:
+                    if view.is_readonly and not is_send:
+                        raise Invalid("it is read-only, and can't be received into")
+                    if view.look_again is not None:
+                        view.look_again()
+                except Error as error:
+                    raise type(error)(f"tensor '{name}' of batch '{self.name}': {error}", error.status) from None
 
     def _reap(self, *kinds: bool) -> None:
         """Closes transfers that have ended; one that was released is waited for, until its own deadline."""

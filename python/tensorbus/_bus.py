@@ -12,7 +12,7 @@ from typing import Any
 
 from . import _tensors, _values
 from ._batch import COMMITS, Batch
-from ._c import TB_MAX_RANKS, lib, tb_batch_opts, tb_pair_opts, tb_tie, tb_world_opts
+from ._c import TB_MAX_RANKS, lib, tb_batch_opts, tb_pair_opts, tb_world_opts
 from ._errors import Invalid
 from ._handle import Handle
 from ._layout import Layout
@@ -187,7 +187,9 @@ class Bus(Handle):
             raise Invalid("ignored must be a list of patterns")
         if ties is not None and not isinstance(ties, Mapping):
             raise Invalid("ties must be a dict of names and canonical names")
-        c_ties = [tb_tie(_values.text("a tie", a), _values.text("a tie", b)) for a, b in (ties or {}).items()]
+        for names in (ties or {}).items():
+            for each in names:
+                _values.text("a tie", each)
         c_ignored = [_values.text("an ignored pattern", p) for p in ignored]
         opts = tb_batch_opts(
             bucket_size=_values.integer("bucket_size", bucket_size, 0, _values.MOST_I64),
@@ -196,17 +198,14 @@ class Bus(Handle):
             group_window=_values.integer("group_window", group_window, 0, _values.MOST_U32),
             staged=_values.flag("staged", staged),
             snapshot=_values.flag("snapshot", snapshot),
-            ties=(tb_tie * len(c_ties))(*c_ties),
-            nties=len(c_ties),
             ignored=(c_char_p * len(c_ignored))(*c_ignored),
             nignored=len(c_ignored),
             commit=_values.choice("commit", commit, COMMITS),
             checksum=_values.flag("checksum", checksum),
         )
-        c_name = _values.text("name", name)
-        batch = Batch(self, name, commit)
-        with self._use() as world:
-            lib.tb_batch_create(world, c_name, byref(opts), byref(batch._handle))
+        _values.text("name", name)
+        batch = Batch(self, name, commit, opts, dict(ties or {}))
+        batch._create()
         self._batches.append(batch)
         return batch
 

@@ -32,6 +32,7 @@ class View:
     is_readonly: bool = False
     global_shape: tuple[int, ...] | None = None
     layout: str | None = None
+    look_again: Callable[[], None] | None = None  # raises if the memory is not the tensor's any more
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

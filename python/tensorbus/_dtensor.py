@@ -1,0 +1,145 @@
+"""Layouts of DTensors: a mesh, placements and a shard order of torch, as the text that tensorbus takes.
+
+torch is not imported: objects are told apart by their types' names, so that one file serves every version of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._errors import Invalid, Refused
+
+# What maps the ranks of a mesh to seats of the group: {global rank: seat}, or seats by global rank.
+RankMap = Mapping[int, int] | Sequence[int]
+
+_REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
+
+def _decode_strided(mesh_shape: Sequence[int], cuts: Sequence[tuple[int, int] | None]) -> list[int] | None:
+    """The order of mesh dims that split factors stand for, or None if they stand for no order.
+
+    FSDP over tensor parallelism writes "tensor parallelism cuts first" as a split factor on its own mesh dim: the
+    number of pieces that mesh dims to its right have made before it.
+    """
+    order: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(cuts))):
+        cut = cuts[mesh_dim]
+        if cut is None:
+            continue
+        dim, factor = cut
+        before = order.setdefault(dim, [])
+        pieces, position = 1, 0
+        while pieces != factor and position < len(before):
+            pieces *= mesh_shape[before[position]]
+            position += 1
+        if pieces != factor:
+            return None
+        before.insert(position, mesh_dim)
+    return [mesh_dim for _, mesh_dims in sorted(order.items()) for mesh_dim in mesh_dims]
+
+
+def _placement(placement: Any) -> tuple[str, tuple[int, int] | None]:
+    """The text of a placement, and what it cuts: (dim, split factor)."""
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return "R", None
+    if kind == "Shard":
+        return f"Shard({placement.dim})", (placement.dim, 1)
+    if kind == "_StridedShard":
+        factor = int(placement.split_factor)
+        return f"StridedShard({placement.dim},{factor})", (placement.dim, factor)
+    if kind == "Partial" and placement.reduce_op in _REDUCE_OPS:
+        return f"Partial({placement.reduce_op})", None
+    raise Refused(
+        f"placement {placement!r} has no layout; there are Shard, _StridedShard, Replicate and Partial of "
+        f"{', '.join(_REDUCE_OPS)}"
+    )
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    """Ranks as a list of runs: 0,2,4..7"""
+    texts: list[str] = []
+    first = 0
+    for i in range(1, len(ranks) + 1):
+        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
+            texts.append(str(ranks[first]) if i - first == 1 else f"{ranks[first]}..{ranks[i - 1]}")
+            first = i
+    return ",".join(texts)
+
+
+def layout_text(
+    mesh_shape: Sequence[int],
+    ranks: Sequence[int],
+    placements: Sequence[Any],
+    shard_order: Sequence[tuple[int, Sequence[int]]] | None = None,
+    strided_is_order: bool = True,
+) -> str:
+    """The layout of a mesh whose row-major ranks are `ranks`.
+
+    `shard_order` has, for each tensor dim that is cut, the mesh dims that cut it, the first one first; None: from left
+    to right. `strided_is_order`: split factors stand for such an order where they can, which is how torch reads them
+    unless a tensor says otherwise; else they are pieces of the tensor.
+
+    >>> class Shard: dim = 0
+    >>> layout_text((2, 2), (0, 1, 2, 3), (Shard(), Shard()), shard_order=((0, (1, 0)),))
+    'mesh=2,2 place=Shard(0),Shard(0) ranks=0,2,1,3'
+    """
+    read = [_placement(placement) for placement in placements]
+    if len(read) != len(mesh_shape):
+        raise Invalid(f"{len(read)} placements for a mesh of {len(mesh_shape)} dims")
+    order: list[int] | None = None
+    if shard_order is not None:
+        order = [mesh_dim for _, mesh_dims in shard_order for mesh_dim in mesh_dims]
+    elif strided_is_order and any(cut is not None and cut[1] > 1 for _, cut in read):
+        order = _decode_strided(mesh_shape, [cut for _, cut in read])
+        if order is not None:
+            read = [(text if cut is None else f"Shard({cut[0]})", cut) for text, cut in read]
+    if order is not None:
+        # Layouts are read from left to right: put the mesh dims in the order in which they cut, and turn the list of
+        # ranks with them.
+        cutting = iter(order)
+        dims = [d if cut is None else next(cutting) for d, (_, cut) in enumerate(read)]
+        ranks = _permute(mesh_shape, ranks, dims)
+        mesh_shape = [mesh_shape[d] for d in dims]
+        read = [read[d] for d in dims]
+    text = f"mesh={','.join(map(str, mesh_shape))} place={','.join(text for text, _ in read)}"
+    if list(ranks) != list(range(len(ranks))):
+        text += f" ranks={_runs(ranks)}"
+    return text
+
+
+def _permute(shape: Sequence[int], values: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """A row-major array of that shape with its dims in another order."""
+    strides = [1] * len(shape)
+    for d in reversed(range(len(shape) - 1)):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    offsets = [0]
+    for d in dims:
+        offsets = [offset + i * strides[d] for offset in offsets for i in range(shape[d])]
+    return [values[offset] for offset in offsets]
+
+
+def mesh_ranks(mesh: Any, ranks: RankMap | None = None) -> list[int]:
+    """The row-major ranks of a DeviceMesh, as seats of the group."""
+    numbers: list[int] = mesh.mesh.flatten().tolist()
+    if ranks is None:
+        return numbers
+    try:
+        return [ranks[number] for number in numbers]
+    except (KeyError, IndexError):
+        known = ranks if isinstance(ranks, Mapping) else range(len(ranks))
+        missing = next(number for number in numbers if number not in known)
+        raise Invalid(f"ranks= has no seat for rank {missing} of {mesh!r}") from None
+
+
+def spec_layout(spec: Any, ranks: RankMap | None = None) -> str:
+    """The layout that a DTensorSpec says."""
+    strided_is_order = getattr(spec, "use_strided_shard_as_shard_order", None)
+    return layout_text(
+        tuple(spec.mesh.mesh.shape),
+        mesh_ranks(spec.mesh, ranks),
+        spec.placements,
+        getattr(spec, "shard_order", None),
+        strided_is_order is not False,
+    )

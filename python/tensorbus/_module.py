@@ -1,0 +1,233 @@
+"""Modules of PyTorch: their parameters by name, looked at again before every transfer; and their memory, shared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import _dtensor, _memory, _tensors, _torch
+from ._errors import Error, Invalid, Refused
+
+# Parts of names that wrappers add: torch.compile, activation checkpointing, DistributedDataParallel.
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "module"))
+
+
+def plain_name(name: str) -> str:
+    """The name without what wrappers have put into it.
+
+    >>> plain_name("module._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
+    'layers.0.mlp.weight'
+    """
+    *path, last = name.split(".")
+    return ".".join([part for part in path if part not in _WRAPPERS] + [last])
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a module keeps a tensor, and what was there when it was added."""
+
+    owner: dict[str, Any]  # a module's _parameters or _buffers
+    key: str
+    name: str
+    tensor: Any
+    spec: Any  # of a DTensor, else None
+    local: Any  # in the memory that the batch borrows
+    storage: Any
+    storage_address: int
+    storage_nbytes: int
+    view: _tensors.View
+
+
+def _list(module: Any, buffers: bool) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """All parameters, and on request the buffers that are saved: owner, key and name. Tied ones come several times."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        prefix = path + "." if path else ""
+        for key, tensor in child._parameters.items():
+            if tensor is not None:
+                yield child._parameters, key, plain_name(prefix + key)
+        for key, tensor in child._buffers.items() if buffers else ():
+            if tensor is not None and key not in child._non_persistent_buffers_set:
+                yield child._buffers, key, plain_name(prefix + key)
+
+
+def _fsdp_groups(module: Any) -> list[tuple[str, Any, Any]]:
+    """Of each module that fully_shard was applied to: its name, itself, and its groups of parameters."""
+    found = []
+    for path, child in module.named_modules():
+        if hasattr(child, "_get_fsdp_state"):
+            state = child._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # before torch 2.12 a module had one group at most
+                group = getattr(state, "_fsdp_param_group", None)
+                groups = [] if group is None else [group]
+            found += [(plain_name(path) if path else "the root", child, group) for group in groups]
+    return found
+
+
+class Watch:
+    """The parameters of a module that is in a batch. ``look`` finds what has changed, before a transfer uses it."""
+
+    def __init__(self, module: Any, *, buffers: bool, reshard: bool, ranks: _dtensor.RankMap | None, mesh: Any) -> None:
+        torch = _torch.loaded()
+        if torch is None or not isinstance(module, torch.nn.Module):
+            raise Invalid(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        self._module = module
+        self._buffers, self._reshard, self._ranks = buffers, reshard, ranks
+        self._plain_layout = None if mesh is None else _replicated(mesh, ranks)
+        self._fsdp = _fsdp_groups(module)
+        self.ties: dict[str, str] = {}  # names of tensors that are there under another name
+        self._check_sharded()
+        self._places = self._find_places()
+        self._names = {(id(place.owner), place.key) for place in self._places}
+
+    def _find_places(self) -> list[_Place]:
+        places: dict[str, _Place] = {}
+        first: dict[int, str] = {}
+        for owner, key, name in _list(self._module, self._buffers):
+            tensor = owner[key]
+            canonical = first.setdefault(id(tensor), name)
+            if name in places or name in self.ties:
+                raise Invalid(f"two parameters are '{name}' without the names of wrappers")
+            if canonical != name:
+                self.ties[name] = canonical
+            place = self._read(owner, key, canonical)
+            places.setdefault(canonical, place)
+        return list(places.values())
+
+    def _read(self, owner: dict[str, Any], key: str, name: str) -> _Place:
+        tensor = owner[key]
+        try:
+            view = _torch.read(tensor, self._ranks)
+        except Error as error:
+            raise type(error)(f"parameter '{name}': {error}") from None
+        assert view is not None  # parameters are tensors
+        is_dtensor = _torch.is_dtensor(tensor)
+        layout = view.layout if is_dtensor else self._plain_layout
+        view = dataclasses.replace(view, layout=layout, look_again=None)  # this looks at it
+        local = _torch.local_part(tensor)
+        storage = local.untyped_storage()
+        return _Place(
+            owner,
+            key,
+            name,
+            tensor,
+            tensor._spec if is_dtensor else None,
+            local.detach(),
+            storage,
+            storage.data_ptr(),
+            storage.nbytes(),
+            view,
+        )
+
+    @property
+    def views(self) -> dict[str, _tensors.View]:
+        """What is to be added to the batch, by name."""
+        return {place.name: place.view for place in self._places}
+
+    def look(self, is_send: bool) -> None:
+        """Looks at type, layout and address of each tensor again.
+
+        A tensor whose storage has moved is brought to the memory that the batch borrows, before it is sent. What can't
+        be sent as it was registered is refused, by name.
+        """
+        self._check_sharded()
+        moved: list[tuple[_Place, Any]] = []
+        for place in self._places:
+            tensor = place.owner.get(place.key)
+            if tensor is place.tensor:
+                spec = place.spec
+                local = tensor if spec is None else tensor._local_tensor
+                if (
+                    (spec is None or tensor._spec is spec)
+                    and place.storage.nbytes() == place.storage_nbytes
+                    and local.data_ptr() == place.local.data_ptr()
+                    and place.storage.data_ptr() == place.storage_address
+                ):
+                    continue
+            found = self._look_closer(place, tensor)
+            if found is not None:
+                moved.append((place, found))
+        if moved:
+            self._bring(moved, is_send)
+
+    def _look_closer(self, place: _Place, tensor: Any) -> Any:
+        """The local tensor that has moved; None: it is what it was."""
+        what = f"parameter '{place.name}'"
+        if tensor is None:
+            raise Refused(f"{what} is gone from its module; make the batch again")
+        now = self._read(place.owner, place.key, place.name)
+        was, view = place.view, now.view
+        if (view.layout, view.global_shape, view.shape) != (was.layout, was.global_shape, was.shape):
+            raise Refused(
+                f"{what} was registered as {_describe(was)}, and is {_describe(view)} now; make the batch again"
+            )
+        if view.dtype != was.dtype:
+            raise Refused(f"{what} has another dtype than when it was registered; make the batch again")
+        if place.storage.nbytes() != place.storage_nbytes or place.storage.data_ptr() != place.storage_address:
+            raise Invalid(f"the memory of {what} was freed or resized after it was registered; make the batch again")
+        place.tensor, place.spec = now.tensor, now.spec
+        same = (view.address, view.strides) == (was.address, was.strides)
+        return None if same else now.local
+
+    def _bring(self, moved: list[tuple[_Place, Any]], is_send: bool) -> None:
+        if not is_send:
+            raise Refused(
+                f"parameter '{moved[0][0].name}' has moved to other memory since it was registered, and can't "
+                "be received into; make the batch again"
+            )
+        for place, local in moved:
+            place.local.copy_(local)
+
+    def _check_sharded(self) -> None:
+        for name, child, group in self._fsdp:
+            if not group.is_sharded and self._reshard:
+                child.reshard()
+            if not group.is_sharded:
+                raise Refused(
+                    f"module '{name}' is unsharded, as FSDP leaves it after a forward pass without a backward "
+                    "pass: call its reshard(), or add it with reshard=True"
+                )
+
+
+def _describe(view: _tensors.View) -> str:
+    if view.layout is None:
+        return f"a plain tensor of shape {list(view.shape)}"
+    whole = list(view.global_shape or view.shape)
+    return f"{whole} with the layout '{view.layout}', here {list(view.shape)}"
+
+
+def _replicated(mesh: Any, ranks: _dtensor.RankMap | None) -> str:
+    """The layout of plain tensors, of which all ranks of the mesh have a copy."""
+    if isinstance(mesh, str):
+        return mesh
+    numbers = _dtensor.mesh_ranks(mesh, ranks)
+    text = f"mesh={len(numbers)} place=R"
+    return text if numbers == list(range(len(numbers))) else f"{text} ranks={','.join(map(str, numbers))}"
+
+
+# ---- Shared memory --------------------------------------------------------------------------------------------------
+
+
+def share(module: Any) -> Any:
+    """Moves a module's parameters and buffers that are in CPU memory to memory that peers read in place.
+
+    The tensors stay what they are, and so do their views and ties: only the memory behind them changes. Returns the
+    module. Gradients are left where they are.
+    """
+    torch = _torch.loaded()
+    if torch is None or not isinstance(module, torch.nn.Module):
+        raise Invalid(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    storages: dict[int, tuple[str, Any]] = {}
+    for owner, key, name in _list(module, buffers=True):
+        local = _torch.local_part(owner[key])
+        if local.device.type == "cpu" and local.untyped_storage().nbytes() > 0:
+            storages.setdefault(local.untyped_storage().data_ptr(), (name, local.untyped_storage()))
+    for name, storage in storages.values():
+        if not hasattr(storage, "_swap_data_ptr_"):
+            raise Refused(f"torch {torch.__version__} can't move the memory of parameter '{name}' to another place")
+        shared = _memory.empty((storage.nbytes(),), "u8").torch().untyped_storage()
+        shared.copy_(storage)
+        storage._swap_data_ptr_(shared)
+    return module

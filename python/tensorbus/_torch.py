@@ -1,0 +1,149 @@
+"""Tensors of PyTorch: where one is, what it is a part of, and on which stream the program works.
+
+torch is used if the program has imported it, and never imported from here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from . import _dtensor, _tensors, _values
+from ._errors import Invalid, Refused
+
+_dtypes: dict[Any, int] = {}  # numbers of ours by torch.dtype
+_layouts: dict[Any, tuple[Any, str]] = {}  # texts by what a DTensorSpec says
+
+
+def loaded() -> Any:
+    """The module torch, or None if the program has not imported it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") else None
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor, or a parameter that is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _wait(tensor: Any) -> Any:
+    """The result of an asynchronous collective; any other tensor as it is."""
+    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+
+
+def local_part(tensor: Any) -> Any:
+    """What this process has of it: of a DTensor its local tensor, which a collective may still be filling in."""
+    return _wait(tensor._local_tensor if is_dtensor(tensor) else tensor)
+
+
+def spec_layout(spec: Any, ranks: _dtensor.RankMap | None = None) -> str:
+    """The layout of a DTensorSpec. Many parameters have the same few, so they are kept."""
+    map_key = None if ranks is None else id(ranks)
+    key = (
+        spec.mesh,
+        spec.placements,
+        getattr(spec, "shard_order", None),
+        getattr(spec, "use_strided_shard_as_shard_order", None),
+        map_key,
+    )
+    kept = _layouts.get(key)
+    if kept is None:
+        if len(_layouts) >= 4096:
+            _layouts.clear()
+        kept = _layouts[key] = (ranks, _dtensor.spec_layout(spec, ranks))  # ranks stay, so that their id does
+    return kept[1]
+
+
+def _check(torch: Any, tensor: Any) -> None:
+    """Refuses what is no plain array of elements in memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not getattr(tensor, "_is_buffer", False):
+        raise Refused(
+            f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}, whose memory need not be its "
+            "elements; add the tensors that it is made of, or its .data if that is all of it"
+        )
+    if tensor.layout is not torch.strided:
+        raise Refused(f"it is {tensor.layout}, not strided")
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise Refused("its elements are not what is in its memory: it is quantized, conjugated or negated lazily")
+
+
+def device_name(tensor: Any) -> str:
+    """Its device as the library names it."""
+    kind = tensor.device.type
+    if kind == "cpu":
+        return "host"
+    if kind == "cuda":
+        return f"cuda:{tensor.device.index}"
+    raise Invalid(f"it is on device '{tensor.device}'; there are cpu and cuda")
+
+
+def _dtype(tensor: Any) -> int:
+    number = _dtypes.get(tensor.dtype)
+    if number is None:
+        number = _dtypes[tensor.dtype] = _values.dtype("its dtype", str(tensor.dtype).removeprefix("torch."))
+    return number
+
+
+class _Held:
+    """Keeps a tensor's memory alive, and sees when it is not the tensor's any more."""
+
+    __slots__ = ("_address", "_local", "_storage", "_storage_address", "_storage_nbytes", "_tensor")
+
+    def __init__(self, tensor: Any, local: Any) -> None:
+        self._tensor, self._local, self._storage = tensor, local, local.untyped_storage()
+        self._address = local.data_ptr()
+        self._storage_address, self._storage_nbytes = self._storage.data_ptr(), self._storage.nbytes()
+
+    def look_again(self) -> None:
+        if self._storage.nbytes() != self._storage_nbytes or self._storage.data_ptr() != self._storage_address:
+            raise Invalid("its memory was freed or resized after it was added; make the batch again")
+        if local_part(self._tensor).data_ptr() != self._address:
+            raise Invalid("it has moved to other memory since it was added; make the batch again, or use add_module")
+
+
+def read(tensor: Any, ranks: _dtensor.RankMap | None = None) -> _tensors.View | None:
+    """Where a tensor of PyTorch is; None for anything else. ``ranks`` maps the ranks of a DTensor's mesh to seats."""
+    torch = loaded()
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        return None
+    spec = tensor._spec if is_dtensor(tensor) else None
+    local = local_part(tensor)
+    _check(torch, local)
+    shape = tuple(local.shape)
+    if spec is not None and not spec.mesh._is_current_rank_part_of_mesh():
+        shape = (0,) * len(spec.shape)  # torch has no shape for what this rank has: nothing
+    held = _Held(tensor, local)
+    return _tensors.View(
+        address=local.data_ptr() if local.numel() else 0,
+        dtype=_dtype(local),
+        shape=shape,
+        strides=None if local.is_contiguous() else tuple(local.stride()),
+        device=device_name(local),
+        keepalive=held,
+        global_shape=None if spec is None else tuple(spec.shape),
+        layout=None if spec is None else spec_layout(spec, ranks),
+        look_again=held.look_again,
+    )
+
+
+def read_dtensor(name: str, tensor: Any, ranks: _dtensor.RankMap) -> _tensors.View:
+    """The same of a DTensor whose mesh has other ranks than the group."""
+    if not is_dtensor(tensor):
+        raise Invalid(f"tensor '{name}': ranks= is for DTensors, and this is a {type(tensor).__name__}")
+    view = read(tensor, ranks)
+    assert view is not None
+    return view
+
+
+def current_stream(device: str) -> int | None:
+    """The handle of the stream that the program uses on a device such as "cuda:0"; None if torch has none there."""
+    torch = loaded()
+    if torch is None or not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return None
+    handle: int = torch.cuda.current_stream(device).cuda_stream
+    return handle
+
+
+_tensors.READERS.insert(0, read)
+_tensors.current_stream = current_stream
