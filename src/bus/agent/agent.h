@@ -27,7 +27,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out);
 
 /* Serves until tb__agent_stop. Then it accepts no new commands, and returns when those that run have ended, or at the
  * second tb__agent_stop. */
-tb_status tb__agent_run(tb__agent *agent);
+void tb__agent_run(tb__agent *agent);
 
 /* From any thread, or a signal handler. */
 void tb__agent_stop(tb__agent *agent);

@@ -11,7 +11,7 @@
 #include "bus/agent/client_process.h"
 #include "bus/protocol/payload.h"
 #include "bus/protocol/protocol.h"
-#include "bus/store/address.h"
+#include "bus/store/connection.h"
 #include "bus/world.h"
 #include "loop/adopted.h"
 
@@ -42,9 +42,9 @@ typedef struct agent_memory {
 
 /* One client's connection. */
 typedef struct agent_session {
+    tb__connection connection; /* first */
     LIST_ENTRY(agent_session) link;
     tb__agent *agent;
-    int socket;
     uint64_t id;
     char *denial; /* why the connection is refused, which the reply to its Hello says; NULL: it is not */
     tb_status denied_with;
@@ -59,12 +59,8 @@ typedef struct agent_session {
     tb__client_process process;
     pthread_mutex_t process_lock; /* jobs map and unmap files, and device memory */
     LIST_HEAD(agent_memories, agent_memory) memories;
-    tb__frame_reader in;
-    tb__fds fds;     /* that belong to the next frame ... */
-    tb__fds new_fds; /* ... and those of the last read, which belong to the last frame of which bytes have arrived */
-    tb__bytes out;
-    size_t nsent;
-    unsigned watched; /* the events that epoll watches */
+    tb__fds fds;      /* that belong to the next frame ... */
+    tb__fds new_fds;  /* ... and those of the last read, which belong to the last frame of which bytes have arrived */
     uint64_t nframes; /* so far; the next frame's `seq` */
     size_t njobs;
     size_t nbegun;        /* among them: those that count for TB__AGENT_MAX_COMMANDS */
@@ -216,16 +212,13 @@ typedef struct agent_totals {
 } agent_totals;
 
 struct tb__agent {
+    tb__endpoint endpoint; /* first */
     char *group, *token;
     int32_t index, size;
     int timeout_ms;
     bool checksum, no_gpu;
     tb_world *world;
-    tb__listener listener;
-    int epoll, wake, stop;
-    int spare; /* a descriptor that is closed in order to accept one client and refuse it when descriptors run out; -1:
-                  closed */
-    bool is_full;       /* descriptors have run out: the listener is not watched */
+    atomic_uint nstops; /* calls of tb__agent_stop */
     bool is_stopping;   /* no new commands; returns when the running ones have ended ... */
     bool is_forced;     /* ... or at once */
     uint64_t nsessions; /* so far */
@@ -248,12 +241,9 @@ struct tb__agent {
     char *report;              /* ... by this one; NULL: there was no memory for it */
 };
 
-/* agent_session.c */
-void tb__agent_accept(tb__agent *agent);
-/* Watches the listener again if there are descriptors. */
-void tb__agent_listen_again(tb__agent *agent);
-void tb__agent_session_readable(agent_session *session);
-void tb__agent_session_writable(agent_session *session);
+/* agent_session.c. The first two are the endpoint's functions. */
+void tb__agent_accepted(tb__endpoint *agent, int fd, tb_status status);
+void tb__agent_session_ready(tb__connection *session, uint32_t events);
 void tb__agent_session_reply(agent_session *session, const tb__message *reply);
 /* Stops reading, and closes the connection when all replies are sent. */
 void tb__agent_session_close_when_sent(agent_session *session);

@@ -7,11 +7,10 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
-    if (tb__frame_is_between(&s->in) && !tb__agent_session_keep_fds(s))
+    if (tb__frame_is_between(&s->connection.in) && !tb__agent_session_keep_fds(s))
         return NULL;
     agent_job *job = tb__calloc(1, sizeof *job);
     if (!job)
@@ -39,7 +38,7 @@ void tb__agent_job_drop_frame(agent_job *job) {
         return; /* background work has no frame */
     size_t before = atomic_fetch_sub(&job->session->nbytes, job->nbytes);
     if (before > TB__AGENT_MAX_HELD)
-        eventfd_write(job->agent->wake, 1); /* the session may be read again */
+        tb__endpoint_wake(&job->agent->endpoint); /* the session may be read again */
     free(job->frame);
     job->frame = NULL;
     job->nbytes = 0;
@@ -85,7 +84,7 @@ static void *job_main(void *arg) {
     job->next = agent->done;
     agent->done = job;
     pthread_mutex_unlock(&agent->done_lock);
-    eventfd_write(agent->wake, 1);
+    tb__endpoint_wake(&agent->endpoint);
     return NULL;
 }
 

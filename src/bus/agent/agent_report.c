@@ -8,7 +8,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 enum { SENTENCE = 700 };
@@ -297,7 +296,7 @@ tb_status tb__agent_report(tb__agent *agent, int timeout_ms, char **out) {
     int error = 0;
     pthread_mutex_lock(&agent->report_lock);
     uint64_t mine = ++agent->nasked;
-    eventfd_write(agent->wake, 1);
+    tb__endpoint_wake(&agent->endpoint);
     while (agent->nreports < mine && error == 0)
         error = pthread_cond_timedwait(&agent->report_made, &agent->report_lock, &deadline);
     bool is_there = agent->nreports >= mine;

@@ -5,7 +5,6 @@
 #include "base/log.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -23,21 +22,10 @@ static bool exceeds_held_limit(const agent_session *s) {
     return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
 }
 
-/* Calls epoll only if the wanted events have changed. */
-static void update_session_epoll(agent_session *s) {
-    size_t waiting = s->out.count - s->nsent;
-    unsigned wanted = (s->is_closing || exceeds_held_limit(s) || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) |
-                      (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
-    if (wanted == s->watched)
-        return;
-    struct epoll_event event = {.events = wanted, .data.ptr = s};
-    if (epoll_ctl(s->agent->epoll, EPOLL_CTL_MOD, s->socket, &event) == 0)
-        s->watched = wanted;
-}
-
 void tb__agent_session_watch(agent_session *s) {
-    if (!s->is_gone)
-        update_session_epoll(s);
+    bool is_busy = tb__connection_unsent(&s->connection) > BUSY_BYTES || exceeds_held_limit(s);
+    if (!s->is_gone && !tb__connection_watch(&s->connection, !s->is_closing && !is_busy))
+        tb__agent_session_close(s);
 }
 
 /* For the reason in tb_error_detail. */
@@ -48,87 +36,31 @@ static tb_status set_denial(agent_session *s, tb_status status) {
     return s->denial ? TB_OK : TB_NO_MEMORY;
 }
 
-/* `status`: why the connection is refused; TB_OK: it is not. */
-static tb_status init_session(agent_session *s, int socket, tb_status status) {
-    if (status == TB_OK)
-        status = tb__client_process_init(&s->process, socket);
-    if (status != TB_OK)
-        TB_TRY(set_denial(s, status));
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = s};
-    if (epoll_ctl(s->agent->epoll, EPOLL_CTL_ADD, socket, &event) != 0) {
-        tb__client_process_fini(&s->process);
-        return tb__fail(TB_IO, "epoll_ctl: %s", strerror(errno));
-    }
-    s->socket = socket;
-    s->watched = EPOLLIN;
-    s->in.max_nbytes = TB__HELLO_MAX;
-    s->deadline_ms = tb__now_ms() + (s->denial ? DENIED_MS : PATIENCE_MS);
-    pthread_mutex_init(&s->process_lock, NULL);
-    LIST_INSERT_HEAD(&s->agent->sessions, s, link);
-    return TB_OK;
-}
-
-void tb__agent_listen_again(tb__agent *agent) {
-    if (agent->spare < 0)
-        agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    if (agent->spare < 0 || agent->is_stopping)
-        return;
-    agent->is_full = false;
-    tb__listener_enable(agent->epoll, agent->listener.socket.fd, &agent->listener, true);
-}
-
-/* Accepts a connection. If descriptors have run out, closes the spare one to accept one client and refuse it; the
- * others wait. *status: why it is refused. */
-static int accept_client(tb__agent *agent, tb_status *status) {
-    *status = TB_OK;
-    int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd >= 0 || !tb__is_out_of_descriptors(errno) || agent->spare < 0)
-        return fd;
-    *status = tb__fail(TB_IO, "the agent can't take another connection: %s", tb__errno_text(errno));
-    close(agent->spare);
-    agent->spare = -1;
-    return accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-}
-
-static void add_agent_session(tb__agent *agent, int fd, tb_status status) {
+void tb__agent_accepted(tb__endpoint *endpoint, int fd, tb_status status) {
+    tb__agent *agent = (tb__agent *)endpoint;
     agent_session *s = tb__calloc(1, sizeof *s);
-    if (s) {
-        s->agent = agent;
-        s->id = ++agent->nsessions;
-        s->process.pidfd = -1;
-        status = init_session(s, fd, status);
-    }
-    if (s && status == TB_OK)
+    if (!s) {
+        tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
+        tb__fd_close(fd);
         return;
-    tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
-    close(fd);
-    if (s)
-        free(s->denial);
-    free(s);
-}
-
-void tb__agent_accept(tb__agent *agent) {
-    while (!agent->is_full) {
-        tb_status status;
-        int fd = accept_client(agent, &status), error = errno;
-        if (fd >= 0)
-            add_agent_session(agent, fd, status);
-        if (fd >= 0 ? agent->spare < 0 : tb__is_shortage(error)) {
-            if (fd < 0)
-                tb__log(TB_LOG_ERROR, "agent: accept: %s", tb__errno_text(error));
-            agent->is_full = true;
-            tb__listener_enable(agent->epoll, agent->listener.socket.fd, &agent->listener, false);
-        } else if (fd < 0 && error != EINTR && error != ECONNABORTED) {
-            if (error != EAGAIN && error != EWOULDBLOCK)
-                tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(error));
-            return;
-        }
     }
+    s->agent = agent;
+    s->id = ++agent->nsessions;
+    s->process.pidfd = -1;
+    pthread_mutex_init(&s->process_lock, NULL);
+    LIST_INSERT_HEAD(&agent->sessions, s, link);
+    if (status == TB_OK)
+        status = tb__client_process_init(&s->process, fd);
+    bool is_lost = status != TB_OK && set_denial(s, status) != TB_OK;
+    s->connection.in.max_nbytes = TB__HELLO_MAX;
+    s->deadline_ms = tb__now_ms() + (s->denial ? DENIED_MS : PATIENCE_MS);
+    if (tb__connection_open(&s->connection, endpoint, fd) != TB_OK || is_lost)
+        tb__agent_session_close(s);
 }
 
 void tb__agent_session_free(agent_session *s) {
     LIST_REMOVE(s, link);
-    close(s->socket);
+    tb__connection_close(&s->connection);
     tb__client_process_fini(&s->process);
     pthread_mutex_destroy(&s->process_lock);
     free(s->name);
@@ -140,7 +72,7 @@ void tb__agent_session_close(agent_session *s) {
     if (s->is_gone)
         return;
     s->is_gone = true;
-    epoll_ctl(s->agent->epoll, EPOLL_CTL_DEL, s->socket, NULL);
+    tb__connection_unwatch(&s->connection);
 }
 
 static void close_fds(tb__fds *fds) {
@@ -154,47 +86,29 @@ void tb__agent_session_release(agent_session *s) {
     s->has_released = true;
     close_fds(&s->fds);
     close_fds(&s->new_fds);
-    tb__frame_reader_fini(&s->in);
-    free(s->out.item);
-    s->out = (tb__bytes){0};
     tb__agent_drop_client(s->agent, s);
 }
 
-void tb__agent_session_writable(agent_session *s) {
-    while (!s->is_gone && s->nsent < s->out.count) {
-        ssize_t n = send(s->socket, s->out.item + s->nsent, s->out.count - s->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
-            break;
-        if (n <= 0) {
-            tb__agent_session_close(s);
-            return;
-        }
-        s->nsent += (size_t)n;
-    }
+static void send_replies(agent_session *s) {
     if (s->is_gone)
         return;
-    if (s->nsent == s->out.count) {
-        s->nsent = s->out.count = 0;
-        if (s->is_closing) {
-            tb__agent_session_close(s);
-            return;
-        }
-    }
-    update_session_epoll(s);
+    bool is_whole = tb__connection_send(&s->connection);
+    if (is_whole && !(s->is_closing && tb__connection_unsent(&s->connection) == 0))
+        tb__agent_session_watch(s);
+    else
+        tb__agent_session_close(s);
 }
 
 void tb__agent_session_reply(agent_session *s, const tb__message *reply) {
     if (s->is_gone)
         return;
-    tb_status status = tb__message_encode(reply, &s->out);
+    tb_status status = tb__message_encode(reply, &s->connection.out);
     if (status != TB_OK) {
         tb__log(TB_LOG_ERROR, "agent: a reply could not be made: %s", tb_error_detail());
         tb__agent_session_close(s);
         return;
     }
-    tb__agent_session_writable(s);
+    send_replies(s);
 }
 
 void tb__agent_session_close_when_sent(agent_session *s) {
@@ -202,7 +116,7 @@ void tb__agent_session_close_when_sent(agent_session *s) {
         return;
     s->is_closing = true;
     s->deadline_ms = tb__now_ms() + PATIENCE_MS;
-    tb__agent_session_writable(s);
+    send_replies(s);
 }
 
 /* A frame that can't be read: replies, and closes the connection. */
@@ -235,7 +149,7 @@ static tb_status check_hello(agent_session *s, const agent_job *job) {
         return TB_NO_MEMORY;
     s->has_greeted = true;
     s->protocol = hello->protocol;
-    s->in.max_nbytes = TB__FRAME_MAX;
+    s->connection.in.max_nbytes = TB__FRAME_MAX;
     return TB_OK;
 }
 
@@ -276,7 +190,7 @@ static void on_client_frames(agent_session *s) {
     while (!s->is_gone && !s->is_closing) {
         tb__blob map;
         bool has_frame;
-        tb_status status = tb__frame_next(&s->in, &map, &has_frame);
+        tb_status status = tb__frame_next(&s->connection.in, &map, &has_frame);
         if (status != TB_OK) {
             refuse_frame(s, status);
             return;
@@ -323,12 +237,12 @@ static tb_status receive_fds(agent_session *s, const struct msghdr *message) {
     return status;
 }
 
-void tb__agent_session_readable(agent_session *s) {
+static void receive_frames(agent_session *s) {
     size_t total = 0;
     while (!s->is_gone && !s->is_closing && !exceeds_held_limit(s) && total < 4 * READ_BYTES) {
         uint8_t *room;
         size_t nbytes = READ_BYTES;
-        if (tb__frame_room(&s->in, &room, &nbytes) != TB_OK) {
+        if (tb__frame_room(&s->connection.in, &room, &nbytes) != TB_OK) {
             refuse_frame(s, TB_NO_MEMORY);
             return;
         }
@@ -339,7 +253,7 @@ void tb__agent_session_readable(agent_session *s) {
         struct iovec piece = {room, nbytes};
         struct msghdr message = {
             .msg_iov = &piece, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
-        ssize_t n = recvmsg(s->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        ssize_t n = recvmsg(s->connection.socket.fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
@@ -353,10 +267,22 @@ void tb__agent_session_readable(agent_session *s) {
             refuse_frame(s, status);
             return;
         }
-        tb__frame_filled(&s->in, (size_t)n);
+        tb__frame_filled(&s->connection.in, (size_t)n);
         total += (size_t)n;
         on_client_frames(s);
         if ((size_t)n < nbytes)
             return; /* that was all, or epoll says that there is more */
     }
+}
+
+void tb__agent_session_ready(tb__connection *connection, uint32_t events) {
+    agent_session *s = (agent_session *)connection;
+    if (!s->is_gone && events & EPOLLOUT)
+        send_replies(s);
+    if (s->is_gone || !(events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+        return;
+    if (s->is_closing || !(events & EPOLLIN)) /* the connection has ended, which epoll would report again and again */
+        tb__agent_session_close(s);
+    else
+        receive_frames(s);
 }

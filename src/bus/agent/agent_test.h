@@ -41,7 +41,8 @@ static inline const char *path_of(const rank *r, int position) {
 
 static inline void *seat_main(void *arg) {
     struct seat *s = arg;
-    return (void *)(intptr_t)tb__agent_run(s->agent);
+    tb__agent_run(s->agent);
+    return NULL;
 }
 
 static inline void seat_open(house *h, int position) {

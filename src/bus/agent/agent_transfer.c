@@ -3,7 +3,6 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
 
 /* In the order in which they come. */
 static const struct {
@@ -42,7 +41,7 @@ static void raise_event(agent_job *job, const tb_transfer_state *state, unsigned
         agent->raised_jobs = job;
     }
     pthread_mutex_unlock(&agent->done_lock);
-    eventfd_write(agent->wake, 1);
+    tb__endpoint_wake(&agent->endpoint);
 }
 
 static void raise_event_of(agent_job *job, const tb_transfer *t, unsigned event) {

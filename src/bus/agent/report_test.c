@@ -40,7 +40,8 @@ static int end(void **state) {
 }
 
 static void *run_agent(void *arg) {
-    return tb__agent_run(arg) == TB_OK ? NULL : arg;
+    tb__agent_run(arg);
+    return NULL;
 }
 
 static void start(scene *s) {

@@ -16,7 +16,7 @@ static void send_reply(tb__session *session, const tb__store_message *reply) {
     tb__session_touch(session);
     if (session->is_closing)
         return;
-    if (tb__store_encode(reply, &session->out) != TB_OK)
+    if (tb__store_encode(reply, &session->connection.out) != TB_OK)
         session->is_closing = true;
 }
 
@@ -130,7 +130,7 @@ static void serve_prove(tb__session *session, const tb__store_message *request) 
     tb__key_owner owner = {0};
     tb_status status = check_prove(session, request, &owner);
     if (status != TB_OK) {
-        tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", session->server->listener.address.url,
+        tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", session->server->endpoint.listener.address.url,
                 tb_error_detail());
         end_session(session, request->id, request->op, status);
         return;

@@ -2,8 +2,7 @@
 #ifndef TB_BUS_STORE_SESSION_H
 #define TB_BUS_STORE_SESSION_H
 
-#include "bus/protocol/protocol.h"
-#include "bus/store/address.h"
+#include "bus/store/connection.h"
 #include "bus/store/server.h"
 #include "bus/store/table.h"
 
@@ -25,10 +24,10 @@ typedef LIST_HEAD(tb__waiter_list, tb__waiter) tb__waiter_list;
 
 /* One client's connection. */
 typedef struct tb__session {
+    tb__connection connection; /* first */
     LIST_ENTRY(tb__session) link;
     TAILQ_ENTRY(tb__session) pending_hello, dirty;
     struct tb__store_server *server;
-    tb__owned_fd socket;
     tb__proof_end mine, peer; /* of the hello */
     bool has_hello;           /* its hello was answered, */
     bool has_proved;          /* and its proof accepted */
@@ -37,11 +36,7 @@ typedef struct tb__session {
     bool is_dirty;            /* flush_sessions has to look at it before the loop sleeps again */
     bool has_ephemerals;
     int64_t hello_deadline_ms;
-    uint32_t events; /* what epoll watches */
-    tb__frame_reader in;
-    tb__bytes out;
-    size_t nsent;    /* of out */
-    size_t nbuffers; /* bytes of `in` and `out` that are in the server's nbuffers */
+    size_t nbuffers; /* bytes of the connection's buffers that are in the server's nbuffers */
     size_t nwaiters;
     tb__waiter_list waiters;
 } tb__session;
@@ -49,8 +44,7 @@ typedef struct tb__session {
 typedef TAILQ_HEAD(tb__session_queue, tb__session) tb__session_queue;
 
 struct tb__store_server {
-    tb__listener listener;
-    tb__owned_fd epoll, wake;
+    tb__endpoint endpoint; /* first */
     pthread_t thread;
     tb__store_limits limits;
     tb__proof_key key;
@@ -62,11 +56,6 @@ struct tb__store_server {
     tb__session_queue dirty;
     tb__waiter_list waiters;
     size_t nbuffers;
-    bool is_full;          /* out of descriptors: the listener is not watched ... */
-    int64_t full_until_ms; /* ... until then, at the latest */
-    int64_t full_since_ms; /* since when accept has failed; 0: the last one succeeded */
-    int64_t warn_again_ms; /* when that may be logged again */
-    tb__owned_fd spare;    /* closed in order to accept one client and refuse it */
     uint8_t scratch[1 << 16];
 };
 
