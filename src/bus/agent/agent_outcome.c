@@ -156,20 +156,8 @@ tb_batch_state tb__agent_get_received(agent_batch *b) {
     return state;
 }
 
-static tb_status put_state(agent_job *job, const tb_transfer_state *state, unsigned events, tb__state_payload *p,
-                           tb__entry *out) {
+static tb_status put_state(agent_job *job, const tb__state_payload *p, tb__entry *out) {
     tb__bytes bytes = {0};
-    p->status = state->status;
-    p->events = events;
-    p->attempt = state->attempt;
-    p->version = state->version;
-    p->bytes_done = (uint64_t)state->bytes_done;
-    p->bytes_total = (uint64_t)state->bytes_total;
-    p->groups_done = state->groups_done;
-    p->groups_total = state->groups_total;
-    p->seconds = tb__some_float(state->seconds);
-    for (int i = 0; i < TB_PHASE_COUNT; i++)
-        p->phase[i] = tb__some_float(state->phase[i]);
     TB_TRY(tb__map_encode(&tb__state_schema, p, &bytes));
     uint8_t *kept = tb__arena_alloc(&job->arena, bytes.count, 1);
     if (kept)
@@ -182,37 +170,37 @@ static tb_status put_state(agent_job *job, const tb_transfer_state *state, unsig
 void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, unsigned events, tb__message *out) {
     size_t n = b->batch_pairs.count;
     tb__entry *item = tb__arena_alloc(&job->arena, n + 1, sizeof *item);
-    tb_transfer_state state = {.size = sizeof state};
     tb_batch_state received = tb__agent_get_received(b);
-    tb__state_payload all = {.received = received.version,
+    tb__state_payload all = {.state.size = sizeof all.state,
+                             .received = received.version,
                              .is_torn = received.is_torn,
                              .is_mixed = received.is_mixed,
                              .is_in_doubt = received.is_in_doubt};
-    if (!item || (t && tb_transfer_query(t, &state) != TB_OK))
+    if (!item || (t && tb_transfer_query(t, &all.state) != TB_OK))
         return;
-    all.message = state.status == TB_OK ? "" : tb_error_detail();
+    all.message = all.state.status == TB_OK ? "" : tb_error_detail();
+    all.state.events = events;
     item[0].pair_name = "";
-    tb_status status = put_state(job, &state, events, &all, &item[0]);
+    tb_status status = put_state(job, &all, &item[0]);
     for (size_t i = 0; i < n && status == TB_OK; i++) {
         const agent_batch_pair *s = &b->batch_pairs.item[i];
         char why[TB__WHY_MAX] = "";
-        state = (tb_transfer_state){.size = sizeof state};
-        if (t && tb_transfer_pair(t, s->held, &state) == TB_OK && state.status != TB_OK)
+        tb__state_payload p = {.state.size = sizeof p.state, .message = why};
+        if (t && tb_transfer_pair(t, s->held, &p.state) == TB_OK && p.state.status != TB_OK)
             snprintf(why, sizeof why, "%s", tb_error_detail());
-        tb__state_payload p = {.message = why};
         if (strcmp(s->pair->local, job->agent->group) != 0)
             p.side = s->pair->local;
         pthread_mutex_lock(&b->lock);
         if (s->is_undelivered && s->status != TB_OK) {
-            state.status = s->status;
+            p.state.status = s->status;
             snprintf(why, sizeof why, "%s", s->why);
         }
         p.received = s->received;
         p.is_torn = s->is_torn;
         pthread_mutex_unlock(&b->lock);
+        p.state.events &= events | ~(unsigned)(TB_ARRIVED | TB_COMMITTED);
         item[i + 1].pair_name = s->pair->name;
-        status =
-            put_state(job, &state, state.events & (events | ~(unsigned)(TB_ARRIVED | TB_COMMITTED)), &p, &item[i + 1]);
+        status = put_state(job, &p, &item[i + 1]);
     }
     if (status == TB_OK)
         out->states = (tb__entries){n + 1, item};

@@ -56,16 +56,11 @@ static void on_progress(void *arg, const tb_transfer_state *state) {
 }
 
 static void send_progress(agent_job *job, const tb_transfer_state *state) {
-    tb__state_payload p = {.message = "",
-                           .attempt = state->attempt,
-                           .bytes_done = (uint64_t)state->bytes_done,
-                           .bytes_total = (uint64_t)state->bytes_total,
-                           .groups_done = state->groups_done,
-                           .groups_total = state->groups_total,
-                           .seconds = tb__some_float(state->seconds)};
+    tb__state_payload p = {.message = "", .state = *state};
     tb__bytes bytes = {0};
-    for (int i = 0; i < TB_PHASE_COUNT; i++)
-        p.phase[i] = tb__some_float(state->phase[i]);
+    p.state.status = TB_OK; /* how it has ended, and its events, are told when it has been delivered */
+    p.state.events = 0;
+    p.state.version = 0;
     if (tb__map_encode(&tb__state_schema, &p, &bytes) == TB_OK) {
         tb__entry entry = {.pair_name = "", .payload = {bytes.item, bytes.count}};
         send_event(job, TB__EVENT_PROGRESS, state->attempt, TB_OK, "", (tb__entries){1, &entry});

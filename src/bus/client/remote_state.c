@@ -27,20 +27,6 @@ static const char *keep_text(remote_transfer *t, const char *text) {
     return copy ? copy : text ? "" : NULL;
 }
 
-static void copy_state(const tb__state_payload *p, tb_transfer_state *out) {
-    *out = (tb_transfer_state){.status = p->status,
-                               .events = (unsigned)p->events,
-                               .attempt = p->attempt,
-                               .bytes_done = (int64_t)p->bytes_done,
-                               .bytes_total = (int64_t)p->bytes_total,
-                               .groups_done = (uint32_t)p->groups_done,
-                               .groups_total = (uint32_t)p->groups_total,
-                               .seconds = p->seconds.value,
-                               .version = p->version};
-    for (int i = 0; i < TB_PHASE_COUNT; i++)
-        out->phase[i] = p->phase[i].value;
-}
-
 void tb__remote_read_states(remote_transfer *t, const tb__entries *states) {
     tb__arena scratch = {0};
     if (states->count > 1) {
@@ -49,22 +35,21 @@ void tb__remote_read_states(remote_transfer *t, const tb__entries *states) {
     }
     for (size_t i = 0; i < states->count; i++) {
         tb__state_payload p = {0};
-        remote_part part = {0};
         if (tb__map_decode(&tb__state_schema, states->item[i].payload, &scratch, &p) != TB_OK)
             continue; /* without memory, what was known before stays */
         if (!*states->item[i].pair_name) {
-            copy_state(&p, &t->state);
+            t->state = p.state;
             if (states->count > 1) /* progress does not tell it */
                 t->batch->last = (tb_batch_state){
                     .version = p.received, .is_torn = p.is_torn, .is_mixed = p.is_mixed, .is_in_doubt = p.is_in_doubt};
             continue;
         }
-        part.pair = keep_text(t, states->item[i].pair_name);
-        part.side = keep_text(t, p.side);
-        part.why = keep_text(t, p.message);
-        part.received = p.received;
-        part.is_torn = p.is_torn;
-        copy_state(&p, &part.state);
+        remote_part part = {.pair = keep_text(t, states->item[i].pair_name),
+                            .side = keep_text(t, p.side),
+                            .state = p.state,
+                            .why = keep_text(t, p.message),
+                            .received = p.received,
+                            .is_torn = p.is_torn};
         (void)tb__vec_push(&t->parts, part);
     }
     tb__arena_fini(&scratch);

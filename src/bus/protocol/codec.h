@@ -93,6 +93,8 @@ typedef enum tb__field_type {
     TB__FIELD_DTYPE,       /* str: tb_dtype, TB_DTYPE_NONE for none */
     TB__FIELD_STATUS,      /* uint: tb_status, which has the other sign */
     TB__FIELD_UINT,        /* uint: uint64_t */
+    TB__FIELD_UINT32,      /* uint: uint32_t; has a max */
+    TB__FIELD_FLOAT,       /* float, or int: double */
     TB__FIELD_BOOL,        /* bool: bool */
     TB__FIELD_UNLESS,      /* bool: bool, the opposite */
     TB__FIELD_MAYBE_UINT,  /* uint: tb__maybe_uint */
@@ -146,6 +148,9 @@ typedef struct tb__schema {
     size_t nfields;
     size_t size; /* of the struct */
 } tb__schema;
+
+#define TB__SCHEMA(key, table, type)                                                                                   \
+    { .name = (key), .fields = (table), .nfields = sizeof(table) / sizeof *(table), .size = sizeof(type) }
 
 /* Appends the map. On failure nothing is appended; the sentence names the field. */
 tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out);

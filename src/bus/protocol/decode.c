@@ -163,6 +163,14 @@ static tb_status take_value(reader *r, tb__field_type type, void *at) {
     }
     case TB__FIELD_UINT:
         return take_uint(r, r->field->type == type ? r->field->max : 0, at);
+    case TB__FIELD_UINT32: {
+        uint64_t value;
+        TB_TRY(take_uint(r, r->field->max, &value));
+        *(uint32_t *)at = (uint32_t)value;
+        return TB_OK;
+    }
+    case TB__FIELD_FLOAT:
+        return take_field_float(r, at);
     case TB__FIELD_INT:
         return take_int(r, at);
     case TB__FIELD_BOOL:

@@ -72,6 +72,8 @@ static bool field_is_set(const tb__field *field, const void *from) {
         [TB__FIELD_DTYPE] = {0, sizeof(tb_dtype)},
         [TB__FIELD_STATUS] = {0, sizeof(tb_status)},
         [TB__FIELD_UINT] = {0, sizeof(uint64_t)},
+        [TB__FIELD_UINT32] = {0, sizeof(uint32_t)},
+        [TB__FIELD_FLOAT] = {0, sizeof(double)},
         [TB__FIELD_BOOL] = {0, sizeof(bool)},
         [TB__FIELD_UNLESS] = {0, sizeof(bool)},
         [TB__FIELD_MAYBE_UINT] = {offsetof(tb__maybe_uint, is_set), sizeof(bool)},
@@ -184,6 +186,10 @@ static tb_status put_typed(writer *w, tb__field_type type, const void *at) {
         return put_uint(w, (uint64_t) - (int64_t) * (const tb_status *)at, w->field->max);
     case TB__FIELD_UINT:
         return put_uint(w, *(const uint64_t *)at, w->field->type == type ? w->field->max : 0);
+    case TB__FIELD_UINT32:
+        return put_uint(w, *(const uint32_t *)at, w->field->max);
+    case TB__FIELD_FLOAT:
+        return put_float(w, *(const double *)at);
     case TB__FIELD_INT:
         return packer_status(msgpack_pack_int64(&w->packer, *(const int64_t *)at));
     case TB__FIELD_BOOL:

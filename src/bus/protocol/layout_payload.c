@@ -20,7 +20,7 @@ static const tb__field mesh_fields[] = {
      .about = "row-major, distinct; nil: 0, 1, 2, ..."},
 };
 
-const tb__schema tb__mesh_schema = {.name = "mesh", .fields = mesh_fields, .nfields = 2, .size = sizeof(wire_mesh)};
+const tb__schema tb__mesh_schema = TB__SCHEMA("mesh", mesh_fields, wire_mesh);
 
 tb_status tb__mesh_encode(const tb_layout *layout, tb__bytes *out) {
     wire_mesh wire = {.shape = {.count = (size_t)layout->ndim, .item = layout->shape}};

@@ -65,6 +65,8 @@ static const char *const type_texts[] = {
     [TB__FIELD_DTYPE] = "str",
     [TB__FIELD_STATUS] = "uint",
     [TB__FIELD_UINT] = "uint",
+    [TB__FIELD_UINT32] = "uint",
+    [TB__FIELD_FLOAT] = "float",
     [TB__FIELD_BOOL] = "bool",
     [TB__FIELD_UNLESS] = "bool",
     [TB__FIELD_MAYBE_UINT] = "uint",
@@ -260,12 +262,12 @@ static void test_tensors(void **state) {
     expect_payload("Device memory", &memory);
     memory.count = 0;
     tb__state_payload all = {.message = "",
-                             .events = TB_ARRIVED | TB_COMMITTED,
-                             .attempt = 8,
-                             .version = 8,
-                             .bytes_done = 8388608,
-                             .bytes_total = 8388608,
-                             .seconds = tb__some_float(0.25),
+                             .state = {.events = TB_ARRIVED | TB_COMMITTED,
+                                       .attempt = 8,
+                                       .version = 8,
+                                       .bytes_done = 8388608,
+                                       .bytes_total = 8388608,
+                                       .seconds = 0.25},
                              .received = 8};
     assert_int_equal(tb__map_encode(&tb__state_schema, &all, &memory), TB_OK);
     expect_payload("A state", &memory);

@@ -75,14 +75,10 @@ typedef struct tb__tensor_payload {
     tb__payload_memory scale;  /* one float; NONE: likewise */
 } tb__tensor_payload;
 
-/* How a transfer goes, or went, through one pair or all of them; the members mean what those of tb_transfer_state do.
- */
+/* How a transfer goes, or went, through one pair or all of them. */
 typedef struct tb__state_payload {
-    tb_status status;
-    const char *message; /* "" unless it failed */
-    uint64_t events;     /* a set of tb_event */
-    uint64_t attempt, version, bytes_done, bytes_total, groups_done, groups_total;
-    tb__maybe_float seconds, phase[TB_PHASE_COUNT];
+    tb_transfer_state state;
+    const char *message;    /* "" unless it failed */
     uint64_t received;      /* the version that the client has in its tensors; 0: none */
     bool is_torn, is_mixed; /* they are; of all pairs together, they differ */
     const char *side;       /* this side's group, unless it is the agent's own; NULL: it is */

@@ -22,95 +22,73 @@ typedef struct wire_tensor {
 } wire_tensor;
 
 /* clang-format off */
-#define IN_MEMORY(key, kind, how, member, most, text)                                                                  \
-    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(wire_memory, member),              \
-     .max = (most), .about = (text)}
-#define IN_TENSOR(key, kind, how, member, most, text)                                                                  \
-    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(wire_tensor, member),              \
-     .max = (most), .about = (text)}
+#define IN(type_, key, kind, how, member, most, text)                                                                  \
+    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(type_, member), .max = (most),     \
+     .about = (text)}
 
 static const tb__field memory_fields[] = {
-    IN_MEMORY("fd", MAYBE_UINT, OPTION, fd, TB__MAX_FDS - 1, "index among the descriptors that came with the frame"),
-    IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd` or `memory`: where the bytes begin there; default: 0"),
-    IN_MEMORY("address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory; with `fd` or `memory` it is said for Invalidate"),
-    IN_MEMORY("memory", MAYBE_UINT, OPTION, memory, TB__MAX_FDS - 1, "index among the frame's `memories`"),
-    IN_MEMORY("copied_from", TEXT, OPTION, copied_from, 0, "with `fd`: the device, such as `cuda:0`, whose memory the client copies from and to here; for reports"),
+    IN(wire_memory, "fd", MAYBE_UINT, OPTION, fd, TB__MAX_FDS - 1, "index among the descriptors that came with the frame"),
+    IN(wire_memory, "offset", UINT, OPTION, offset, MOST_BYTES, "with `fd` or `memory`: where the bytes begin there; default: 0"),
+    IN(wire_memory, "address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory; with `fd` or `memory` it is said for Invalidate"),
+    IN(wire_memory, "memory", MAYBE_UINT, OPTION, memory, TB__MAX_FDS - 1, "index among the frame's `memories`"),
+    IN(wire_memory, "copied_from", TEXT, OPTION, copied_from, 0, "with `fd`: the device, such as `cuda:0`, whose memory the client copies from and to here; for reports"),
 };
 
-#define IN_DEVICE(key, kind, how, member, most, text)                                                                  \
-    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(tb__device_memory, member),        \
-     .max = (most), .about = (text)}
 static const tb__field device_memory_fields[] = {
-    IN_DEVICE("id", UINT, REQUIRED, id, 0, "the client's number of the memory, the same whenever it comes again"),
-    IN_DEVICE("fd", UINT, OPTION, fd, TB__MAX_FDS - 1, "the first of its descriptors among those of the frame; default: 0"),
-    IN_DEVICE("nfds", UINT, OPTION, nfds, TB__MAX_FDS, "how many of them are its; default: 0"),
-    IN_DEVICE("key", BIN, REQUIRED, key, 0, "what the device needs besides to map it"),
+    IN(tb__device_memory, "id", UINT, REQUIRED, id, 0, "the client's number of the memory, the same whenever it comes again"),
+    IN(tb__device_memory, "fd", UINT, OPTION, fd, TB__MAX_FDS - 1, "the first of its descriptors among those of the frame; default: 0"),
+    IN(tb__device_memory, "nfds", UINT, OPTION, nfds, TB__MAX_FDS, "how many of them are its; default: 0"),
+    IN(tb__device_memory, "key", BIN, REQUIRED, key, 0, "what the device needs besides to map it"),
 };
 
 static const tb__field tensor_fields[] = {
-    IN_TENSOR("name", TEXT, REQUIRED, name, 0, "the same on both sides of the pair"),
-    IN_TENSOR("dtype", DTYPE, REQUIRED, dtype, 0, "`bf16`; PyTorch's and safetensors' names will do, too"),
-    IN_TENSOR("shape", INTS, REQUIRED, shape, 0, "of the whole tensor"),
-    IN_TENSOR("strides", INTS, OPTION, strides, 0, "of this rank's part, in elements; default: row-major without gaps"),
-    IN_TENSOR("mesh", MAP, OPTION, mesh, 0, "a mesh of its own; default: the pair's"),
-    IN_TENSOR("placements", ARRAY, OPTION, placements, 0, "on that mesh; default: the pair's"),
-    IN_TENSOR("view", TEXT, OPTION, view, 0, "how the stored tensor becomes the one that is named; default: as it is"),
-    IN_TENSOR("encode", TEXT, OPTION, encode, 0, "a quantised format, such as `mxfp8`"),
-    IN_TENSOR("scale_group", TEXT, OPTION, scale_group, 0, "tensors of one group share their scale"),
-    IN_TENSOR("group", UINT, OPTION, group, UINT32_MAX, "lower groups arrive first; default: 0"),
-    IN_TENSOR("wire_dtype", DTYPE, OPTION, wire_dtype, 0, "what it is cast to on the way; default: the narrower side's"),
-    IN_TENSOR("mem", MAP, OPTION, mem, 0, "where this rank's part is; may be left out if that is empty"),
-    IN_TENSOR("nbytes", UINT, REQUIRED, nbytes, MOST_BYTES, "bytes from there that belong to the tensor"),
-    IN_TENSOR("scales_mem", MAP, OPTION, scales_mem, 0, "where the scales of its blocks are"),
-    IN_TENSOR("scales_nbytes", UINT, OPTION, scales_nbytes, MOST_BYTES, "bytes of the scales; default: 0"),
-    IN_TENSOR("scale_mem", MAP, OPTION, scale_mem, 0, "where the one scale is, a float of 4 bytes"),
+    IN(wire_tensor, "name", TEXT, REQUIRED, name, 0, "the same on both sides of the pair"),
+    IN(wire_tensor, "dtype", DTYPE, REQUIRED, dtype, 0, "`bf16`; PyTorch's and safetensors' names will do, too"),
+    IN(wire_tensor, "shape", INTS, REQUIRED, shape, 0, "of the whole tensor"),
+    IN(wire_tensor, "strides", INTS, OPTION, strides, 0, "of this rank's part, in elements; default: row-major without gaps"),
+    IN(wire_tensor, "mesh", MAP, OPTION, mesh, 0, "a mesh of its own; default: the pair's"),
+    IN(wire_tensor, "placements", ARRAY, OPTION, placements, 0, "on that mesh; default: the pair's"),
+    IN(wire_tensor, "view", TEXT, OPTION, view, 0, "how the stored tensor becomes the one that is named; default: as it is"),
+    IN(wire_tensor, "encode", TEXT, OPTION, encode, 0, "a quantised format, such as `mxfp8`"),
+    IN(wire_tensor, "scale_group", TEXT, OPTION, scale_group, 0, "tensors of one group share their scale"),
+    IN(wire_tensor, "group", UINT, OPTION, group, UINT32_MAX, "lower groups arrive first; default: 0"),
+    IN(wire_tensor, "wire_dtype", DTYPE, OPTION, wire_dtype, 0, "what it is cast to on the way; default: the narrower side's"),
+    IN(wire_tensor, "mem", MAP, OPTION, mem, 0, "where this rank's part is; may be left out if that is empty"),
+    IN(wire_tensor, "nbytes", UINT, REQUIRED, nbytes, MOST_BYTES, "bytes from there that belong to the tensor"),
+    IN(wire_tensor, "scales_mem", MAP, OPTION, scales_mem, 0, "where the scales of its blocks are"),
+    IN(wire_tensor, "scales_nbytes", UINT, OPTION, scales_nbytes, MOST_BYTES, "bytes of the scales; default: 0"),
+    IN(wire_tensor, "scale_mem", MAP, OPTION, scale_mem, 0, "where the one scale is, a float of 4 bytes"),
 };
 
-#define IN_STATE(key, kind, how, member, most, text)                                                                   \
-    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(tb__state_payload, member),        \
-     .max = (most), .about = (text)}
 static const tb__field state_fields[] = {
-    IN_STATE("status", STATUS, REQUIRED, status, 127, "0, or the code of a failure"),
-    IN_STATE("message", SENTENCE, REQUIRED, message, 0, "why it failed; empty if it did not"),
-    IN_STATE("events", UINT, OPTION, events, 15, "the sum of: 1 released, 2 arrived, 4 committed, 8 committing"),
-    IN_STATE("attempt", UINT, OPTION, attempt, 0, "the number that the senders gave it; default: 0, none"),
-    IN_STATE("version", UINT, OPTION, version, 0, "the same once it is committed"),
-    IN_STATE("bytes_done", UINT, OPTION, bytes_done, MOST_BYTES, "progress"),
-    IN_STATE("bytes_total", UINT, OPTION, bytes_total, MOST_BYTES, "of how many"),
-    IN_STATE("groups_done", UINT, OPTION, groups_done, UINT32_MAX, "groups of tensors that are done"),
-    IN_STATE("groups_total", UINT, OPTION, groups_total, UINT32_MAX, "of how many"),
-    IN_STATE("seconds", MAYBE_FLOAT, OPTION, seconds, 0, "how long it has taken"),
-    IN_STATE("plan", MAYBE_FLOAT, OPTION, phase[TB_PHASE_PLAN], 0, "seconds of that in each phase"),
-    IN_STATE("wait", MAYBE_FLOAT, OPTION, phase[TB_PHASE_WAIT], 0, "the same"),
-    IN_STATE("pack", MAYBE_FLOAT, OPTION, phase[TB_PHASE_PACK], 0, "the same"),
-    IN_STATE("wire", MAYBE_FLOAT, OPTION, phase[TB_PHASE_WIRE], 0, "the same"),
-    IN_STATE("unpack", MAYBE_FLOAT, OPTION, phase[TB_PHASE_UNPACK], 0, "the same"),
-    IN_STATE("commit", MAYBE_FLOAT, OPTION, phase[TB_PHASE_COMMIT], 0, "the same"),
-    IN_STATE("received", UINT, OPTION, received, 0, "the last version that was received; default: 0, none"),
-    IN_STATE("torn", BOOL, OPTION, is_torn, 0, "the tensors have parts of a version that failed"),
-    IN_STATE("mixed", BOOL, OPTION, is_mixed, 0, "of all pairs: what was received through them differs"),
-    IN_STATE("side", TEXT, OPTION, side, 0, "of a pair: this side's group; default: the agent's own"),
-    IN_STATE("in_doubt", BOOL, OPTION, is_in_doubt, 0, "of all pairs: whether a version is committed is not known"),
+    IN(tb__state_payload, "status", STATUS, REQUIRED, state.status, 127, "0, or the code of a failure"),
+    IN(tb__state_payload, "message", SENTENCE, REQUIRED, message, 0, "why it failed; empty if it did not"),
+    IN(tb__state_payload, "events", UINT32, OPTION, state.events, 15, "the sum of: 1 released, 2 arrived, 4 committed, 8 committing"),
+    IN(tb__state_payload, "attempt", UINT, OPTION, state.attempt, 0, "the number that the senders gave it; default: 0, none"),
+    IN(tb__state_payload, "version", UINT, OPTION, state.version, 0, "the same once it is committed"),
+    IN(tb__state_payload, "bytes_done", UINT, OPTION, state.bytes_done, MOST_BYTES, "progress"),
+    IN(tb__state_payload, "bytes_total", UINT, OPTION, state.bytes_total, MOST_BYTES, "of how many"),
+    IN(tb__state_payload, "groups_done", UINT32, OPTION, state.groups_done, UINT32_MAX, "groups of tensors that are done"),
+    IN(tb__state_payload, "groups_total", UINT32, OPTION, state.groups_total, UINT32_MAX, "of how many"),
+    IN(tb__state_payload, "seconds", FLOAT, OPTION, state.seconds, 0, "how long it has taken"),
+    IN(tb__state_payload, "plan", FLOAT, OPTION, state.phase[TB_PHASE_PLAN], 0, "seconds of that in each phase"),
+    IN(tb__state_payload, "wait", FLOAT, OPTION, state.phase[TB_PHASE_WAIT], 0, "the same"),
+    IN(tb__state_payload, "pack", FLOAT, OPTION, state.phase[TB_PHASE_PACK], 0, "the same"),
+    IN(tb__state_payload, "wire", FLOAT, OPTION, state.phase[TB_PHASE_WIRE], 0, "the same"),
+    IN(tb__state_payload, "unpack", FLOAT, OPTION, state.phase[TB_PHASE_UNPACK], 0, "the same"),
+    IN(tb__state_payload, "commit", FLOAT, OPTION, state.phase[TB_PHASE_COMMIT], 0, "the same"),
+    IN(tb__state_payload, "received", UINT, OPTION, received, 0, "the last version that was received; default: 0, none"),
+    IN(tb__state_payload, "torn", BOOL, OPTION, is_torn, 0, "the tensors have parts of a version that failed"),
+    IN(tb__state_payload, "mixed", BOOL, OPTION, is_mixed, 0, "of all pairs: what was received through them differs"),
+    IN(tb__state_payload, "side", TEXT, OPTION, side, 0, "of a pair: this side's group; default: the agent's own"),
+    IN(tb__state_payload, "in_doubt", BOOL, OPTION, is_in_doubt, 0, "of all pairs: whether a version is committed is not known"),
 };
 /* clang-format on */
 
-const tb__schema tb__memory_schema = {.name = "mem",
-                                      .fields = memory_fields,
-                                      .nfields = sizeof memory_fields / sizeof *memory_fields,
-                                      .size = sizeof(wire_memory)};
-const tb__schema tb__device_memory_schema = {.name = "device memory",
-                                             .fields = device_memory_fields,
-                                             .nfields = sizeof device_memory_fields / sizeof *device_memory_fields,
-                                             .size = sizeof(tb__device_memory)};
-const tb__schema tb__tensor_schema = {.name = "tensor",
-                                      .fields = tensor_fields,
-                                      .nfields = sizeof tensor_fields / sizeof *tensor_fields,
-                                      .size = sizeof(wire_tensor)};
-
-const tb__schema tb__state_schema = {.name = "state",
-                                     .fields = state_fields,
-                                     .nfields = sizeof state_fields / sizeof *state_fields,
-                                     .size = sizeof(tb__state_payload)};
+const tb__schema tb__memory_schema = TB__SCHEMA("mem", memory_fields, wire_memory);
+const tb__schema tb__device_memory_schema = TB__SCHEMA("device memory", device_memory_fields, tb__device_memory);
+const tb__schema tb__tensor_schema = TB__SCHEMA("tensor", tensor_fields, wire_tensor);
+const tb__schema tb__state_schema = TB__SCHEMA("state", state_fields, tb__state_payload);
 
 /* Parts of a tensor, one after the other in one buffer: it moves while it grows, so they are known by their ends. */
 enum { MESH, PLACEMENTS, MEM, SCALES, SCALE, NPARTS };
