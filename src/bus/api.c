@@ -1,12 +1,46 @@
 /* The public calls for worlds, pairs, batches and transfers: checks what every implementation asks of their arguments,
  * and calls the object's own. */
 #include "base/opts.h"
+#include "bus/client/link.h"
 #include "bus/ops.h"
 #include "bus/store/address.h"
 #include "bus/world.h"
 
 #include <inttypes.h>
 #include <string.h>
+
+static void lock_loop(void *loop) {
+    tb__loop_lock(loop);
+}
+
+static void unlock_loop(void *loop) {
+    tb__loop_unlock(loop);
+}
+
+static void lock_link(void *link) {
+    tb__link_lock(link);
+}
+
+static void unlock_link(void *link) {
+    tb__link_unlock(link);
+}
+
+/* TB_REFUSED in a forked child. `what` names the object. */
+static tb_status check_owner(const void *object, const char *what) {
+    return tb__owner_check(&((const tb__bus_object *)object)->owner, what, "join again");
+}
+
+/* The same, and takes the lock. */
+static tb_status enter(const void *object, const char *what) {
+    TB_TRY(check_owner(object, what));
+    tb__ops_of(object)->lock(((const tb__bus_object *)object)->guard);
+    return TB_OK;
+}
+
+static tb_status leave(const void *object, tb_status status) {
+    tb__ops_of(object)->unlock(((const tb__bus_object *)object)->guard);
+    return status;
+}
 
 tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
                         tb_world **out) {
@@ -19,6 +53,7 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
 }
 
 tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
+    TB_TRY(check_owner(world, "world"));
     TB_TRY(tb__world_check_name("group", group));
     return tb__ops_of(world)->world_enter(world, group, index, size);
 }
@@ -41,32 +76,38 @@ uint64_t tb_world_incarnation(const tb_world *world) {
 }
 
 tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
+    TB_TRY(check_owner(world, "world"));
     TB_TRY(tb__world_check_name("group", group));
     return tb__ops_of(world)->world_wait(world, group, timeout_ms);
 }
 
 int tb_world_fd(const tb_world *world) {
-    return tb__ops_of(world)->world_fd(world);
+    return check_owner(world, "world") == TB_OK ? tb__ops_of(world)->world_fd(world) : -1;
 }
 
 tb_status tb_world_progress(tb_world *world) {
+    TB_TRY(check_owner(world, "world"));
     return tb__ops_of(world)->world_progress(world);
 }
 
 tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
+    TB_TRY(check_owner(world, "world"));
     return tb__ops_of(world)->world_invalidate(world, base, nbytes);
 }
 
 void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
-    tb__ops_of(world)->world_plan_counters(world, hits, misses);
+    *hits = *misses = 0;
+    if (check_owner(world, "world") == TB_OK)
+        tb__ops_of(world)->world_plan_counters(world, hits, misses);
 }
 
 uint64_t tb_world_plan_bytes(const tb_world *world) {
-    return tb__ops_of(world)->world_plan_bytes(world);
+    return check_owner(world, "world") == TB_OK ? tb__ops_of(world)->world_plan_bytes(world) : 0;
 }
 
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                          const tb_pair_opts *opts, tb_pair **out) {
+    TB_TRY(check_owner(world, "world"));
     return tb__ops_of(world)->pair_create(world, name, remote_group, layout, opts, out);
 }
 
@@ -110,11 +151,13 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     if ((unsigned)o.commit > TB_SHADOW)
         return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
     TB_TRY(check_matching(&o));
+    TB_TRY(check_owner(world, "world"));
     return tb__ops_of(world)->batch_create(world, name, &o, out);
 }
 
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
     tb_tensor t;
+    TB_TRY(check_owner(batch, "batch"));
     if (!name || !*name)
         return tb__fail(TB_INVALID, "a tensor needs a name");
     tb_status status = check_same_kind(batch, pair);
@@ -126,46 +169,63 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
 
 tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(check_same_kind(batch, pair));
-    return tb__ops_of(batch)->batch_add_pair(batch, pair);
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_add_pair(batch, pair));
 }
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
+    TB_TRY(check_owner(batch, "batch"));
     return tb__ops_of(batch)->batch_register(batch, timeout_ms);
 }
 
 tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
-    return tb__ops_of(batch)->batch_dump(batch, is_send, out);
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_dump(batch, is_send, out));
 }
 
 tb_status tb_batch_ir(tb_batch *batch, bool is_send, tb_ir **out) {
-    return tb__ops_of(batch)->batch_ir(batch, is_send, out);
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_ir(batch, is_send, out));
 }
 
 tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(check_same_kind(batch, pair));
-    return tb__ops_of(batch)->batch_remove_pair(batch, pair);
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_remove_pair(batch, pair));
 }
 
 uint64_t tb_batch_epoch(tb_batch *batch) {
-    return tb__ops_of(batch)->batch_epoch(batch);
+    if (enter(batch, "batch") != TB_OK)
+        return 0;
+    uint64_t epoch = tb__ops_of(batch)->batch_epoch(batch);
+    (void)leave(batch, TB_OK);
+    return epoch;
 }
 
 tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
     TB_TRY(check_same_kind(batch, pair));
-    return tb__ops_of(batch)->batch_version(batch, pair, version, is_torn);
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_version(batch, pair, version, is_torn));
 }
 
 tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out) {
     tb_batch_state state;
     TB_TRY(tb__struct_check(out, "a tb_batch_state"));
-    TB_TRY(tb__ops_of(batch)->batch_query(batch, &state));
+    TB_TRY(enter(batch, "batch"));
+    TB_TRY(leave(batch, tb__ops_of(batch)->batch_query(batch, &state)));
     return tb__struct_write(out, &state, sizeof state, "a tb_batch_state");
 }
 
 tb_status tb_batch_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms, bool *out) {
+    TB_TRY(check_owner(batch, "batch"));
     if (question == 0)
         return tb__fail(TB_INVALID, "questions are numbered from 1");
     return tb__ops_of(batch)->batch_signal(batch, group, question, timeout_ms, out);
+}
+
+tb_status tb__batch_roles(tb_batch *batch, const char *from, bool *sends, bool *receives, const char **to) {
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_roles(batch, from, sends, receives, to));
 }
 
 void tb_batch_destroy(tb_batch *batch) {
@@ -175,6 +235,7 @@ void tb_batch_destroy(tb_batch *batch) {
 
 static tb_status begin_transfer(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     tb_transfer_opts o;
+    TB_TRY(check_owner(batch, "batch"));
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     if (o.timeout_ms < 0)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
@@ -214,29 +275,34 @@ tb_status tb__event_check(tb_event event, bool is_send, bool hold, const char **
 }
 
 tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms) {
-    return tb__ops_of(transfer)->wait(transfer, event, timeout_ms);
+    TB_TRY(enter(transfer, "transfer"));
+    return leave(transfer, tb__ops_of(transfer)->wait(transfer, event, timeout_ms));
 }
 
 tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream) {
+    TB_TRY(check_owner(transfer, "transfer"));
     if (!stream)
         return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
     return tb__ops_of(transfer)->stream_wait(transfer, event, stream);
 }
 
 tb_status tb_proceed(tb_transfer *transfer) {
-    return tb__ops_of(transfer)->proceed(transfer);
+    TB_TRY(enter(transfer, "transfer"));
+    return leave(transfer, tb__ops_of(transfer)->proceed(transfer));
 }
 
 tb_status tb_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms) {
     if (group == UINT32_MAX)
         return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
-    return tb__ops_of(transfer)->wait_group(transfer, group, timeout_ms);
+    TB_TRY(enter(transfer, "transfer"));
+    return leave(transfer, tb__ops_of(transfer)->wait_group(transfer, group, timeout_ms));
 }
 
 tb_status tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out) {
     tb_transfer_state state;
     TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
-    TB_TRY(tb__ops_of(transfer)->transfer_query(transfer, &state));
+    TB_TRY(enter(transfer, "transfer"));
+    TB_TRY(leave(transfer, tb__ops_of(transfer)->transfer_query(transfer, &state)));
     return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
 }
 
@@ -244,16 +310,20 @@ tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pair, tb_
     tb_transfer_state state;
     TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
     TB_TRY(check_same_kind(transfer, pair));
-    TB_TRY(tb__ops_of(transfer)->transfer_pair(transfer, pair, &state));
+    TB_TRY(enter(transfer, "transfer"));
+    TB_TRY(leave(transfer, tb__ops_of(transfer)->transfer_pair(transfer, pair, &state)));
     return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
 }
 
 int tb_transfer_fd(const tb_transfer *transfer) {
-    return tb__ops_of(transfer)->transfer_fd(transfer);
+    return check_owner(transfer, "transfer") == TB_OK ? tb__ops_of(transfer)->transfer_fd(transfer) : -1;
 }
 
 void tb_cancel(tb_transfer *transfer) {
+    if (enter(transfer, "transfer") != TB_OK)
+        return;
     tb__ops_of(transfer)->cancel(transfer);
+    (void)leave(transfer, TB_OK);
 }
 
 void tb_transfer_destroy(tb_transfer *transfer) {
@@ -263,5 +333,5 @@ void tb_transfer_destroy(tb_transfer *transfer) {
 
 #define LOCAL(type, name, parameters)  .name = tb__local_##name,
 #define REMOTE(type, name, parameters) .name = tb__remote_##name,
-const tb__bus_ops tb__local_ops = {TB__BUS_OPS(LOCAL)};
-const tb__bus_ops tb__remote_ops = {TB__BUS_OPS(REMOTE)};
+const tb__bus_ops tb__local_ops = {.lock = lock_loop, .unlock = unlock_loop, TB__BUS_OPS(LOCAL)};
+const tb__bus_ops tb__remote_ops = {.lock = lock_link, .unlock = unlock_link, TB__BUS_OPS(REMOTE)};

@@ -12,11 +12,10 @@ tb_status tb__local_batch_create(tb_world *world, const char *name, const tb_bat
     tb_transform transform = {0};
     if (o.transform)
         TB_TRY(tb__struct_read(&transform, sizeof transform, o.transform, 0, "a tb_transform"));
-    TB_TRY(tb__world_check(world, "world"));
     tb_batch *batch = tb__calloc(1, sizeof *batch);
     if (!batch)
         return TB_NO_MEMORY;
-    batch->ops = &tb__local_ops;
+    batch->base = world->base;
     batch->world = world;
     batch->transform = transform;
     batch->name = tb__strdup(name);
@@ -74,13 +73,9 @@ static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
 }
 
 tb_status tb__local_batch_add_pair(tb_batch *batch, tb_pair *pair) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "pair '%s' is of another world", pair->name);
-    tb__loop_lock(batch->world->loop);
-    tb_status status = add_pair(batch, pair);
-    tb__loop_unlock(batch->world->loop);
-    return status;
+    return add_pair(batch, pair);
 }
 
 static void free_tensor(tb__added_tensor *t) {
@@ -94,7 +89,6 @@ tb_status tb__local_batch_add(tb_batch *batch, tb_pair *pair, const char *name, 
 
 tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
                                  const tb__mirrored *mirrored) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
     tb__added_tensor *t = tb__malloc(1, sizeof *t);
@@ -204,7 +198,6 @@ static tb_status announce_exchanges(tb_batch *batch) {
 }
 
 tb_status tb__local_batch_register(tb_batch *batch, int timeout_ms) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
     return tb__batch_register_cancellable(batch, timeout_ms, NULL);
 }
 
@@ -256,18 +249,14 @@ static void remove_pair(tb_batch *batch, const char *name) {
 }
 
 tb_status tb__local_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
-    tb_status status = TB_OK;
     bool is_here = false;
-    tb__loop_lock(batch->world->loop);
     for (size_t i = 0; i < batch->pairs.count; i++)
         is_here |= strcmp(batch->pairs.item[i]->name, pair->name) == 0;
-    status =
-        is_here ? check_idle(batch) : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
-    if (status == TB_OK)
-        remove_pair(batch, pair->name);
-    tb__loop_unlock(batch->world->loop);
-    return status;
+    if (!is_here)
+        return tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
+    TB_TRY(check_idle(batch));
+    remove_pair(batch, pair->name);
+    return TB_OK;
 }
 
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
@@ -283,19 +272,12 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
 }
 
 uint64_t tb__local_batch_epoch(tb_batch *batch) {
-    if (tb__world_check(batch->world, "batch") != TB_OK)
-        return 0;
-    tb__loop_lock(batch->world->loop);
-    uint64_t epoch = batch->epoch;
-    tb__loop_unlock(batch->world->loop);
-    return epoch;
+    return batch->epoch;
 }
 
 tb_status tb__local_batch_dump(tb_batch *batch, bool is_send, char **out) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
     tb__text text = {0};
     tb_status status = TB_OK;
-    tb__loop_lock(batch->world->loop);
     for (size_t i = 0; i < batch->exchanges.count && status == TB_OK; i++) {
         const tb__exchange *exchange = batch->exchanges.item[i];
         for (int side = 0; side < 2 && status == TB_OK; side++) {
@@ -310,7 +292,6 @@ tb_status tb__local_batch_dump(tb_batch *batch, bool is_send, char **out) {
             free(part);
         }
     }
-    tb__loop_unlock(batch->world->loop);
     if (status == TB_OK && !text.count)
         status = tb__fail(TB_REFUSED, "batch '%s' has not been registered yet", batch->name);
     if (status == TB_OK)
@@ -341,27 +322,17 @@ static tb_status find_only_flow(const tb_batch *batch, bool is_send, tb__flow **
 
 tb_status tb__local_batch_ir(tb_batch *batch, bool is_send, tb_ir **out) {
     tb__flow *flow;
-    TB_TRY(tb__world_check(batch->world, "batch"));
-    tb__loop_lock(batch->world->loop);
-    tb_status status = find_only_flow(batch, is_send, &flow);
-    if (status == TB_OK)
-        status = tb__flow_copy_ir(flow, out);
-    tb__loop_unlock(batch->world->loop);
-    return status;
+    TB_TRY(find_only_flow(batch, is_send, &flow));
+    return tb__flow_copy_ir(flow, out);
 }
 
 tb_status tb__local_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
-    tb__loop_lock(batch->world->loop);
     const tb__exchange *exchange = find_exchange(batch, pair);
-    const tb__flow *flow = exchange ? exchange->flows[!pair->side] : NULL;
-    bool torn = false;
-    uint64_t number = flow ? tb__flow_version(flow, &torn) : 0;
-    tb__loop_unlock(batch->world->loop);
     if (!exchange)
         return tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
-    *version = number;
-    *is_torn = torn;
+    const tb__flow *flow = exchange->flows[!pair->side];
+    *is_torn = false;
+    *version = flow ? tb__flow_version(flow, is_torn) : 0;
     return TB_OK;
 }
 
@@ -406,16 +377,12 @@ static bool is_offered(const tb_batch *batch) {
 }
 
 tb_status tb__local_batch_query(tb_batch *batch, tb_batch_state *out) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
-    tb_batch_state state = {0};
-    tb__loop_lock(batch->world->loop);
-    tb__versions versions = versions_of(batch, &state.is_torn);
-    state.version = batch->common_version;
-    state.is_mixed = tb__versions_differ(&versions);
-    state.transfer_signal = is_offered(batch) || (batch->sending && tb__transfer_is_unread(batch->sending));
-    state.is_in_doubt = tb__batch_is_in_doubt(batch);
-    tb__loop_unlock(batch->world->loop);
-    *out = state;
+    *out = (tb_batch_state){0};
+    tb__versions versions = versions_of(batch, &out->is_torn);
+    out->version = batch->common_version;
+    out->is_mixed = tb__versions_differ(&versions);
+    out->transfer_signal = is_offered(batch) || (batch->sending && tb__transfer_is_unread(batch->sending));
+    out->is_in_doubt = tb__batch_is_in_doubt(batch);
     return TB_OK;
 }
 

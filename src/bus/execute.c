@@ -8,7 +8,6 @@
 
 tb_status tb__local_batch_roles(tb_batch *batch, const char *from, bool *sends, bool *receives, const char **to) {
     bool is_known = false;
-    TB_TRY(tb__world_check(batch->world, "batch"));
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         const tb__exchange *exchange = batch->exchanges.item[i];
         for (int side = 0; side < 2; side++) {
@@ -48,7 +47,7 @@ tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfe
     if (received)
         TB_TRY(tb__struct_write(received, &nothing, sizeof nothing, "a tb_transfer_state"));
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
-    TB_TRY(tb__ops_of(batch)->batch_roles(batch, from, &sends, &receives, &to));
+    TB_TRY(tb__batch_roles(batch, from, &sends, &receives, &to));
     tb_status status = TB_OK;
     if (receives) {
         o.group = to;

@@ -96,7 +96,6 @@ static bool is_memory_unused(void *arg) {
 }
 
 tb_status tb__local_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
-    TB_TRY(tb__world_check(world, "world"));
     return tb__world_invalidate_until(world, base, nbytes, tb__world_deadline(world, 0));
 }
 

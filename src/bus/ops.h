@@ -1,13 +1,15 @@
 /* The operations of worlds, pairs, batches and transfers, which are the public calls of their names. There are two
  * implementations: the process is on the bus itself (tb__local_...), or an agent is for it (tb__remote_..., in
- * client/). The first member of each of these objects points to the table of its own; pairs and batches given to one
- * call have the same table.
+ * client/). Each of these objects begins with a tb__bus_object, which points to the table of its own; pairs and batches
+ * given to one call have the same table.
  *
- * api.c makes the calls, after the checks that both have in common: options are complete and valid, names are given.
- * Queries write all of the state, whatever its size says. */
+ * api.c makes the calls, after the checks that both have in common: the object is this process's own, options are
+ * complete and valid, names are given. Those below LOCKED are called with the object's lock held. Queries write all of
+ * the state, whatever its size says. */
 #ifndef TB_BUS_OPS_H
 #define TB_BUS_OPS_H
 
+#include "base/process.h"
 #include "tensorbus/plan.h"
 
 /* The type, name and parameters of each. */
@@ -29,31 +31,41 @@
     OP(void, pair_destroy, (tb_pair * pair))                                                                           \
     OP(tb_status, batch_create, (tb_world * world, const char *name, const tb_batch_opts *opts, tb_batch **out))       \
     OP(tb_status, batch_add, (tb_batch * batch, tb_pair * pair, const char *name, const tb_tensor *tensor))            \
-    OP(tb_status, batch_add_pair, (tb_batch * batch, tb_pair * pair))                                                  \
     OP(tb_status, batch_register, (tb_batch * batch, int timeout_ms))                                                  \
+    OP(tb_status, batch_signal, (tb_batch * batch, const char *group, uint64_t question, int timeout_ms, bool *out))   \
+    OP(void, batch_destroy, (tb_batch * batch))                                                                        \
+    OP(tb_status, begin, (tb_batch * batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out))            \
+    OP(tb_status, stream_wait, (tb_transfer * transfer, tb_event event, const void *stream))                           \
+    OP(int, transfer_fd, (const tb_transfer *transfer))                                                                \
+    OP(void, transfer_destroy, (tb_transfer * transfer))                                                               \
+    /* LOCKED */                                                                                                       \
+    OP(tb_status, batch_add_pair, (tb_batch * batch, tb_pair * pair))                                                  \
     OP(tb_status, batch_dump, (tb_batch * batch, bool is_send, char **out))                                            \
     OP(tb_status, batch_ir, (tb_batch * batch, bool is_send, tb_ir **out))                                             \
     OP(tb_status, batch_remove_pair, (tb_batch * batch, tb_pair * pair))                                               \
     OP(uint64_t, batch_epoch, (tb_batch * batch))                                                                      \
     OP(tb_status, batch_version, (tb_batch * batch, const tb_pair *pair, uint64_t *version, bool *is_torn))            \
     OP(tb_status, batch_query, (tb_batch * batch, tb_batch_state * out))                                               \
-    OP(tb_status, batch_signal, (tb_batch * batch, const char *group, uint64_t question, int timeout_ms, bool *out))   \
-    OP(void, batch_destroy, (tb_batch * batch))                                                                        \
     /* For tb_reshard_execute, of a registered batch: whether this process sends, receives, or both, if `from` is the  \
      * sending group; *to is the receiving one. */                                                                     \
     OP(tb_status, batch_roles, (tb_batch * batch, const char *from, bool *sends, bool *receives, const char **to))     \
-    OP(tb_status, begin, (tb_batch * batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out))            \
     OP(tb_status, wait, (tb_transfer * transfer, tb_event event, int timeout_ms))                                      \
-    OP(tb_status, stream_wait, (tb_transfer * transfer, tb_event event, const void *stream))                           \
     OP(tb_status, proceed, (tb_transfer * transfer))                                                                   \
     OP(tb_status, wait_group, (tb_transfer * transfer, uint32_t group, int timeout_ms))                                \
     OP(tb_status, transfer_query, (const tb_transfer *transfer, tb_transfer_state *out))                               \
     OP(tb_status, transfer_pair, (const tb_transfer *transfer, const tb_pair *pair, tb_transfer_state *out))           \
-    OP(int, transfer_fd, (const tb_transfer *transfer))                                                                \
-    OP(void, cancel, (tb_transfer * transfer))                                                                         \
-    OP(void, transfer_destroy, (tb_transfer * transfer))
+    OP(void, cancel, (tb_transfer * transfer))
+
+/* How each of the objects begins. Those of a world have what the world has. */
+typedef struct tb__bus_object {
+    const struct tb__bus_ops *ops;
+    tb__owner owner;
+    void *guard; /* that lock and unlock take */
+} tb__bus_object;
 
 typedef struct tb__bus_ops {
+    void (*lock)(void *guard);
+    void (*unlock)(void *guard);
 #define TB__OP(type, name, parameters) type(*name) parameters; // NOLINT(bugprone-macro-parentheses)
     TB__BUS_OPS(TB__OP)
 #undef TB__OP
@@ -67,8 +79,11 @@ extern const tb__bus_ops tb__local_ops, tb__remote_ops;
 
 /* The table of a world, pair, batch or transfer. */
 static inline const tb__bus_ops *tb__ops_of(const void *object) {
-    return *(const tb__bus_ops *const *)object;
+    return ((const tb__bus_object *)object)->ops;
 }
+
+/* Calls batch_roles. */
+tb_status tb__batch_roles(tb_batch *batch, const char *from, bool *sends, bool *receives, const char **to);
 
 /* Fails if a transfer of this kind has no such event. *what is a verb for messages. */
 tb_status tb__event_check(tb_event event, bool is_send, bool hold, const char **what);

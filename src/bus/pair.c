@@ -633,7 +633,7 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
     tb_pair *pair = tb__calloc(1, sizeof *pair);
     if (!pair)
         return TB_NO_MEMORY;
-    pair->ops = &tb__local_ops;
+    pair->base = world->base;
     pair->world = world;
     pair->refs = 1;
     pair->side = strcmp(group, remote_group) > 0;
@@ -672,7 +672,6 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
 
 tb_status tb__local_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                                 const tb_pair_opts *opts, tb_pair **out) {
-    TB_TRY(tb__world_check(world, "world"));
     return tb__pair_create_cancellable(world, name, remote_group, layout, opts, NULL, out);
 }
 

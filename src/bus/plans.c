@@ -194,18 +194,13 @@ void tb__plans_query(const tb_world *world, tb__plans_state *out) {
 
 uint64_t tb__local_world_plan_bytes(const tb_world *world) {
     tb__plans_state state;
-    if (tb__world_check(world, "world") != TB_OK)
-        return 0;
     tb__plans_query(world, &state);
     return state.nbytes;
 }
 
 void tb__local_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
-    *hits = *misses = 0;
-    if (tb__world_check(world, "world") != TB_OK)
-        return;
-    tb__loop_lock(world->loop);
-    *hits = world->plans.hits;
-    *misses = world->plans.misses;
-    tb__loop_unlock(world->loop);
+    tb__plans_state state;
+    tb__plans_query(world, &state);
+    *hits = state.hits;
+    *misses = state.misses;
 }

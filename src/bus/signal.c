@@ -184,7 +184,6 @@ tb_status tb__batch_ask_signal(tb_batch *batch, const char *group, uint64_t ques
 }
 
 tb_status tb__local_batch_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms, bool *out) {
-    TB_TRY(tb__world_check(batch->world, "batch"));
     return tb__batch_ask_signal(batch, group, question, timeout_ms, NULL, out);
 }
 

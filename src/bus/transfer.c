@@ -351,7 +351,6 @@ static void free_transfer(tb_transfer *t) {
 
 tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     tb_transfer_opts o = *opts;
-    TB_TRY(tb__world_check(batch->world, "batch"));
     if (!is_send) /* a manual world may not have handled the end of an earlier transfer, which must not end this one */
         tb__loop_progress(batch->world->loop);
     if (o.hold && (is_send || batch->opts.commit != TB_SHADOW))
@@ -371,7 +370,7 @@ tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts 
     batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->exchanges.count * sizeof *t->parts) : NULL;
     if (t) {
-        t->ops = &tb__local_ops;
+        t->base = batch->base;
         t->batch = batch;
         t->is_send = is_send;
         t->opts = o;
@@ -396,17 +395,13 @@ tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts 
 }
 
 tb_status tb__local_proceed(tb_transfer *t) {
-    TB_TRY(tb__transfer_check(t));
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
-    tb__loop *loop = t->batch->world->loop;
-    tb__loop_lock(loop);
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].engine)
             t->parts[i].engine->commit.may_proceed = true;
     }
-    tb__loop_wake(loop);
-    tb__loop_unlock(loop);
+    tb__loop_wake(t->batch->world->loop);
     return TB_OK;
 }
 
@@ -437,13 +432,8 @@ void tb__transfer_begin_cancel(tb_transfer *t) {
 }
 
 void tb__local_cancel(tb_transfer *t) {
-    if (tb__transfer_check(t) != TB_OK)
-        return;
-    tb__loop *loop = t->batch->world->loop;
-    tb__loop_lock(loop);
     if (!t->has_ended)
         cancel_and_wait(t);
-    tb__loop_unlock(loop);
 }
 
 void tb__local_transfer_destroy(tb_transfer *t) {

@@ -23,7 +23,7 @@ typedef struct tb__transfer_gate {
 } tb__transfer_gate;
 
 struct tb_transfer {
-    const tb__bus_ops *ops; /* first */
+    tb__bus_object base; /* first */
     tb__task task;
     tb_batch *batch;
     bool is_send;
@@ -51,9 +51,6 @@ struct tb_transfer {
 static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
     return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
 }
-
-/* As tb__world_check. */
-tb_status tb__transfer_check(const tb_transfer *t);
 
 /* Opens the gates whose events have come; all of them if the transfer uses the tensors no more. With the lock held. */
 void tb__transfer_open_gates(tb_transfer *t);

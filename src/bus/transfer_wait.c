@@ -14,10 +14,6 @@ const char *tb_phase_name(tb_phase phase) {
     return (unsigned)phase < TB_PHASE_COUNT ? names[phase] : NULL;
 }
 
-tb_status tb__transfer_check(const tb_transfer *t) {
-    return tb__world_check(t->batch->world, "transfer");
-}
-
 static void add_leg(const tb__flow *flow, const tb__leg *leg, tb_transfer_state *out) {
     uint64_t number = leg->attempt ? tb__flow_number(flow, leg->attempt) : 0;
     out->attempt = number < out->attempt ? number : out->attempt;
@@ -64,16 +60,10 @@ static void clear_news(const tb_transfer *t) {
 }
 
 tb_status tb__local_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
-    TB_TRY(tb__transfer_check(t));
-    tb_transfer_state state;
-    tb__loop *loop = t->batch->world->loop;
-    tb__loop_lock(loop);
-    tb__transfer_get_state(t, &state);
+    tb__transfer_get_state(t, out);
     clear_news(t);
     if (t->status != TB_OK)
         tb__set_detail("%s", t->why);
-    tb__loop_unlock(loop);
-    *out = state;
     return TB_OK;
 }
 
@@ -96,32 +86,25 @@ static const tb__transfer_part *find_pair_part(const tb_transfer *t, const tb_pa
 }
 
 tb_status tb__local_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
-    TB_TRY(tb__transfer_check(t));
-    tb__loop *loop = t->batch->world->loop;
-    tb__loop_lock(loop);
     const tb__transfer_part *p = find_pair_part(t, pair);
-    const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
-    tb_transfer_state state = {.attempt = UINT64_MAX};
-    if (leg) {
-        state.status = tb__leg_has_ended(leg) ? leg->status : TB_OK;
-        state.events = tb__part_events(t, p);
-        add_leg(p->flow, leg, &state);
-    } else if (p) {
-        state.status = p->status;
-        state.attempt = 0;
-    }
-    add_times(t, &state);
-    if (state.status != TB_OK)
-        tb__set_detail("%s", leg ? leg->why : p->why);
-    tb__loop_unlock(loop);
     if (!p)
         return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
-    *out = state;
+    const tb__leg *leg = p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
+    *out = (tb_transfer_state){.status = p->status};
+    if (leg) {
+        *out = (tb_transfer_state){.status = tb__leg_has_ended(leg) ? leg->status : TB_OK,
+                                   .events = tb__part_events(t, p),
+                                   .attempt = UINT64_MAX};
+        add_leg(p->flow, leg, out);
+    }
+    add_times(t, out);
+    if (out->status != TB_OK)
+        tb__set_detail("%s", leg ? leg->why : p->why);
     return TB_OK;
 }
 
 int tb__local_transfer_fd(const tb_transfer *t) {
-    return tb__transfer_check(t) == TB_OK ? t->event : -1;
+    return t->event;
 }
 
 typedef struct waiting {
@@ -189,14 +172,9 @@ static void take_groups(tb_transfer *t, uint32_t group) {
 
 tb_status tb__local_wait(tb_transfer *t, tb_event event, int timeout_ms) {
     const char *what;
-    TB_TRY(tb__transfer_check(t));
     TB_TRY(tb__event_check(event, t->is_send, t->opts.hold, &what));
-    tb__loop *loop = t->batch->world->loop;
-    tb__loop_lock(loop);
     take_groups(t, UINT32_MAX);
-    tb_status status = wait_until_true(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, what);
-    tb__loop_unlock(loop);
-    return status;
+    return wait_until_true(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, what);
 }
 
 tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
@@ -214,17 +192,13 @@ void tb__transfer_take_groups(tb_transfer *t) {
 }
 
 tb_status tb__local_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
-    TB_TRY(tb__transfer_check(t));
     if (t->is_send)
         return tb__fail(TB_INVALID, "groups arrive where they are received");
-    tb__loop *loop = t->batch->world->loop;
-    tb__loop_lock(loop);
     waiting w = {.t = t, .group = group};
     bool had = has_received_group(&w) && !t->has_ended;
     tb_status status = had ? TB_OK : wait_until_true(t, has_received_group, &w, timeout_ms, "all of the group");
     if (status == TB_OK)
         take_groups(t, group);
-    tb__loop_unlock(loop);
     return status;
 }
 
@@ -359,7 +333,6 @@ tb_status tb__local_stream_wait(tb_transfer *t, tb_event event, const void *stre
     const char *what;
     tb__device *device;
     bool is_on_host;
-    TB_TRY(tb__transfer_check(t));
     TB_TRY(tb__event_check(event, t->is_send, t->opts.hold, &what));
     tb__loop_lock(t->batch->world->loop);
     tb_status status = find_stream_device(t->batch, &device, &is_on_host);

@@ -36,18 +36,18 @@ tb_status tb__world_check_memory(const tb_world *world, const char *device, cons
 }
 
 tb_status tb__world_check_local(const tb_world *world, const char *what) {
-    return world->ops == &tb__local_ops
+    return world->base.ops == &tb__local_ops
                ? TB_OK
                : tb__fail(TB_REFUSED, "%s needs a process that is on the bus itself; this world has an agent's seat",
                           what);
 }
 
 tb_status tb__world_check(const tb_world *world, const char *what) {
-    return tb__owner_check(&world->owner, what, "join again");
+    return tb__owner_check(&world->base.owner, what, "join again");
 }
 
 bool tb__world_is_inherited(const tb_world *world) {
-    return tb__is_inherited(&world->owner);
+    return tb__is_inherited(&world->base.owner);
 }
 
 bool tb__world_was_unlocked(const tb_world *world) {
@@ -130,6 +130,7 @@ static tb_status join_bus(tb_world *world, const char *url, const char *group, i
                           .is_local = is_local,
                           .manual = o->manual};
     TB_TRY(tb__loop_create(&loop, &world->loop));
+    world->base.guard = world->loop;
     atomic_store(&world->is_ready, true);
     world->port.message = tb__handshake_on_message;
     world->port.lost = on_world_peer_lost;
@@ -154,9 +155,9 @@ tb_status tb__world_create(const char *url, const char *group, int32_t index, in
     tb_world *world = tb__calloc(1, sizeof *world);
     if (!world)
         return TB_NO_MEMORY;
-    world->ops = &tb__local_ops;
+    world->base.ops = &tb__local_ops;
     atomic_init(&world->refs, 1);
-    tb__owner_init(&world->owner);
+    tb__owner_init(&world->base.owner);
     world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     world->workers = o.workers;
     tb_status status = join_bus(world, url, group, index, size, is_local, &o);
@@ -169,7 +170,6 @@ tb_status tb__world_create(const char *url, const char *group, int32_t index, in
 }
 
 tb_status tb__local_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
-    TB_TRY(tb__world_check(world, "world"));
     TB_TRY(tb__directory_enter(world->directory, group, index, size));
     tb__loop_lock(world->loop);
     bool added = add_membership(world, group, index, size);
@@ -249,11 +249,10 @@ uint64_t tb__local_world_incarnation(const tb_world *world) {
 }
 
 int tb__local_world_fd(const tb_world *world) {
-    return tb__world_check(world, "world") == TB_OK ? tb__loop_fd(world->loop) : -1;
+    return tb__loop_fd(world->loop);
 }
 
 tb_status tb__local_world_progress(tb_world *world) {
-    TB_TRY(tb__world_check(world, "world"));
     tb__loop_progress(world->loop);
     return TB_OK;
 }
@@ -306,7 +305,6 @@ static bool is_complete(void *arg) {
 }
 
 tb_status tb__local_world_wait(tb_world *world, const char *group, int timeout_ms) {
-    TB_TRY(tb__world_check(world, "world"));
     waiting w = {.world = world, .group = group};
     (void)tb__directory_follow_all(world->directory, tb__ms_until(tb__world_deadline(world, timeout_ms)));
     tb__loop_lock(world->loop);

@@ -60,9 +60,8 @@ struct tb__memory_user {
 };
 
 struct tb_world {
-    const tb__bus_ops *ops; /* first */
-    tb__owner owner;
-    atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
+    tb__bus_object base; /* first */
+    atomic_size_t refs;  /* the user's, and one for each pair, batch and copy service that the user has */
     tb__loop *loop;
     _Atomic bool is_ready; /* `loop` is set; read by the directory's thread */
     tb__directory *directory;
@@ -99,8 +98,7 @@ TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *a
 
 /* TB_REFUSED, with `what`, if an agent has the world's seat. */
 tb_status tb__world_check_local(const tb_world *world, const char *what);
-/* TB_REFUSED in a forked child, for an object of the world: public calls check this first. `what` names the object in
- * the sentence. */
+/* TB_REFUSED in a forked child, for an object of the world: public calls check this first. `what` names the object. */
 tb_status tb__world_check(const tb_world *world, const char *what);
 /* In a forked child, destroying an object only frees its own memory, if no thread was changing the object at the fork.
  * What the parent's threads use is kept: the world, the loop and the directory. */
@@ -166,7 +164,7 @@ typedef struct tb__pair_side {
 } tb__pair_side;
 
 struct tb_pair {
-    const tb__bus_ops *ops; /* first */
+    tb__bus_object base; /* first */
     tb_world *world;
     char *name;
     tb__pair_side sides[2];
@@ -254,8 +252,8 @@ tb_status tb__added_tensor_init(tb__added_tensor *tensor, tb_pair *pair, const c
 void tb__added_tensor_fini(tb__added_tensor *tensor);
 
 struct tb_batch {
-    const tb__bus_ops *ops; /* first */
-    atomic_size_t refs;     /* the user's, and one for each of its transfers */
+    tb__bus_object base; /* first */
+    atomic_size_t refs;  /* the user's, and one for each of its transfers */
     tb_world *world;
     char *name;
     tb_batch_opts opts;

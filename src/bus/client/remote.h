@@ -23,8 +23,8 @@ typedef struct remote_seat {
 typedef struct remote_transfer remote_transfer;
 
 typedef struct remote_world {
-    const tb__bus_ops *ops; /* first */
-    atomic_size_t refs;     /* the user's, and one for each pair and batch */
+    tb__bus_object base; /* first */
+    atomic_size_t refs;  /* the user's, and one for each pair and batch */
     tb__link *link;
     int timeout_ms;
     TB_VEC(remote_seat) seats; /* the first is the agent's own */
@@ -41,7 +41,7 @@ typedef struct remote_world {
 } remote_world;
 
 typedef struct remote_pair {
-    const tb__bus_ops *ops; /* first */
+    tb__bus_object base; /* first */
     remote_world *world;
     char *name, *remote;
     char *group; /* of this side, where the agent has this seat: */
@@ -95,7 +95,7 @@ typedef struct remote_tensor {
 } remote_tensor;
 
 typedef struct remote_batch {
-    const tb__bus_ops *ops; /* first */
+    tb__bus_object base; /* first */
     remote_world *world;
     size_t refs; /* the user's, and one for each transfer */
     char *name;
@@ -130,7 +130,7 @@ typedef struct remote_part {
 } remote_part;
 
 struct remote_transfer {
-    const tb__bus_ops *ops; /* first */
+    tb__bus_object base; /* first */
     remote_batch *batch;
     bool is_send;
     tb_transfer_opts opts;
@@ -157,8 +157,6 @@ struct remote_transfer {
 };
 
 /* remote_world.c */
-/* TB_REFUSED in a forked child. Every public call checks this first; `what` names the object. */
-tb_status tb__remote_check(const remote_world *world, const char *what);
 /* In a forked child: whether a thread was changing the world's objects at the fork, so that they can't be freed. */
 bool tb__remote_is_half_changed(const remote_world *world);
 bool tb__remote_is_inherited(const remote_world *world);

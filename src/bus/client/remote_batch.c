@@ -241,7 +241,6 @@ static tb_status add_tensor(remote_batch *b, remote_pair *pair, const char *name
 
 tb_status tb__remote_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
     remote_batch *b = (remote_batch *)batch;
-    TB_TRY(tb__remote_check(b->world, "batch"));
     tb__link_lock(b->world->link);
     tb_status status = add_tensor(b, (remote_pair *)pair, name, tensor);
     tb__link_unlock(b->world->link);
@@ -253,13 +252,10 @@ tb_status tb__remote_batch_add(tb_batch *batch, tb_pair *pair, const char *name,
 tb_status tb__remote_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     remote_batch *b = (remote_batch *)batch;
     remote_tensor none = {.pair = (remote_pair *)pair};
-    TB_TRY(tb__remote_check(b->world, "batch"));
-    tb__link_lock(b->world->link);
     tb_status status = check_add(b, none.pair);
     if (status == TB_OK)
         status = tb__vec_push(&b->tensors, none) ? TB_OK : TB_NO_MEMORY;
     none.pair->refs += status == TB_OK;
-    tb__link_unlock(b->world->link);
     return status;
 }
 
@@ -414,7 +410,6 @@ tb_status tb__remote_register_locked(remote_batch *b, int timeout_ms) {
 
 tb_status tb__remote_batch_register(tb_batch *batch, int timeout_ms) {
     remote_batch *b = (remote_batch *)batch;
-    TB_TRY(tb__remote_check(b->world, "batch"));
     tb__link_lock(b->world->link);
     tb_status status = tb__remote_register_locked(b, timeout_ms);
     tb__link_unlock(b->world->link);
@@ -436,7 +431,9 @@ static void forget_tensors(remote_batch *b, const char *pair) {
     b->epoch++;
 }
 
-static tb_status remove_pair(remote_batch *b, const char *pair) {
+tb_status tb__remote_batch_remove_pair(tb_batch *batch, tb_pair *removed) {
+    remote_batch *b = (remote_batch *)batch;
+    const char *pair = ((remote_pair *)removed)->name;
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name, .pair_name = pair};
     bool is_there = has_pair(b, pair), is_new = false;
     for (size_t i = b->nregistered; i < b->tensors.count; i++)
@@ -453,24 +450,12 @@ static tb_status remove_pair(remote_batch *b, const char *pair) {
     return TB_OK;
 }
 
-tb_status tb__remote_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
-    remote_batch *b = (remote_batch *)batch;
-    TB_TRY(tb__remote_check(b->world, "batch"));
-    tb__link_lock(b->world->link);
-    tb_status status = remove_pair(b, ((remote_pair *)pair)->name);
-    tb__link_unlock(b->world->link);
-    return status;
-}
-
 tb_status tb__remote_batch_dump(tb_batch *batch, bool is_send, char **out) {
     remote_batch *b = (remote_batch *)batch;
     tb__message m = {.kind = TB__DUMP, .batch_id = b->name, .direction = is_send ? TB__SEND : TB__RECV};
     tb__link_reply *reply = NULL;
-    TB_TRY(tb__remote_check(b->world, "batch"));
-    tb__link_lock(b->world->link);
     tb_status status = b->is_registered ? tb__link_call(b->world->link, &m, NULL, 0, 0, "told the plan", &reply)
                                         : tb__fail(TB_REFUSED, "batch '%s' has not been registered yet", b->name);
-    tb__link_unlock(b->world->link);
     if (status == TB_OK) {
         tb__blob text = reply->message.report;
         char *copy = tb__calloc(text.nbytes + 1, 1);
@@ -490,19 +475,11 @@ tb_status tb__remote_batch_ir(tb_batch *batch, bool is_send, tb_ir **out) {
 }
 
 uint64_t tb__remote_batch_epoch(tb_batch *batch) {
-    const remote_batch *b = (const remote_batch *)batch;
-    if (tb__remote_check(b->world, "batch") != TB_OK)
-        return 0;
-    tb__link_lock(b->world->link);
-    uint64_t epoch = b->epoch;
-    tb__link_unlock(b->world->link);
-    return epoch;
+    return ((const remote_batch *)batch)->epoch;
 }
 
 tb_status tb__remote_batch_roles(tb_batch *batch, const char *from, bool *sends, bool *receives, const char **to) {
     const remote_batch *b = (const remote_batch *)batch;
-    TB_TRY(tb__remote_check(b->world, "batch"));
-    tb__link_lock(b->world->link);
     for (size_t i = 0; i < b->tensors.count; i++) {
         const remote_pair *p = b->tensors.item[i].pair;
         bool is_source = strcmp(p->group, from) == 0, is_target = strcmp(p->remote, from) == 0;
@@ -510,7 +487,6 @@ tb_status tb__remote_batch_roles(tb_batch *batch, const char *from, bool *sends,
         *receives |= is_target;
         *to = is_source ? p->remote : is_target ? p->group : *to;
     }
-    tb__link_unlock(b->world->link);
     return *to ? TB_OK : tb__fail(TB_INVALID, "group '%.100s' is in no pair of batch '%s'", from, b->name);
 }
 
@@ -615,14 +591,13 @@ static tb_status keep_opts(remote_batch *b) {
 
 tb_status tb__remote_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
     remote_world *w = (remote_world *)world;
-    TB_TRY(tb__remote_check(w, "world"));
     if (opts->transform)
         return tb__fail(TB_REFUSED, "a transform needs a process that is on the bus itself: an agent can't call one of "
                                     "this process");
     remote_batch *b = tb__calloc(1, sizeof *b);
     if (!b)
         return TB_NO_MEMORY;
-    *b = (remote_batch){.ops = &tb__remote_ops, .world = w, .refs = 1, .opts = *opts, .name = tb__strdup(name)};
+    *b = (remote_batch){.base = w->base, .world = w, .refs = 1, .opts = *opts, .name = tb__strdup(name)};
     tb_status status = b->name ? keep_opts(b) : TB_NO_MEMORY;
     if (status == TB_OK)
         status = tb_alloc(sizeof *b->mark, (void **)&b->mark);

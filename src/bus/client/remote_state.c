@@ -213,8 +213,6 @@ tb_status tb__remote_batch_query(tb_batch *batch, tb_batch_state *out) {
     remote_batch *b = (remote_batch *)batch;
     tb__link_reply *reply = NULL;
     tb_status status = TB_OK;
-    TB_TRY(tb__remote_check(b->world, "batch"));
-    tb__link_lock(b->world->link);
     if (b->transfers[0])
         status = tb__remote_deliver(b->transfers[0]);
     if (b->is_registered && !b->world->link->is_over)
@@ -231,10 +229,8 @@ tb_status tb__remote_batch_query(tb_batch *batch, tb_batch_state *out) {
     }
     *out = b->last;
     out->is_torn |= b->is_torn_here || (b->world->link->is_over && b->mark && atomic_load(b->mark));
-    bool is_known = status == TB_OK || b->world->link->is_over;
-    tb__link_unlock(b->world->link);
     tb__link_reply_free(reply);
-    return is_known ? TB_OK : status;
+    return b->world->link->is_over ? TB_OK : status;
 }
 
 tb_status tb__remote_batch_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms, bool *out) {
@@ -245,7 +241,6 @@ tb_status tb__remote_batch_signal(tb_batch *batch, const char *group, uint64_t q
                      .question = question,
                      .group_name = group};
     tb__link_reply *reply = NULL;
-    TB_TRY(tb__remote_check(b->world, "batch"));
     tb__link_lock(b->world->link);
     tb_status status = b->is_registered ? tb__link_call(b->world->link, &m, NULL, 0,
                                                         tb__remote_timeout(b->world, timeout_ms), "answered", &reply)
@@ -282,8 +277,6 @@ tb_status tb__remote_batch_version(tb_batch *batch, const tb_pair *pair, uint64_
     const remote_pair *p = (const remote_pair *)pair;
     tb__link_reply *reply = NULL;
     remote_transfer read = {.batch = b};
-    TB_TRY(tb__remote_check(b->world, "batch"));
-    tb__link_lock(b->world->link);
     if (b->transfers[0])
         (void)tb__remote_deliver(b->transfers[0]);
     tb_status status = has_pair(b, p) ? tb__remote_query(b, TB__STATE_VERSION, TB__ASKED_RECV, &reply)
@@ -297,7 +290,6 @@ tb_status tb__remote_batch_version(tb_batch *batch, const tb_pair *pair, uint64_
     } else if (status == TB_OK) {
         status = tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", p->name, b->name);
     }
-    tb__link_unlock(b->world->link);
     tb__link_reply_free(reply);
     tb__arena_fini(&read.arena);
     free(read.parts.item);
@@ -319,8 +311,6 @@ static tb_status update_state(remote_transfer *t) {
 
 tb_status tb__remote_transfer_query(const tb_transfer *transfer, tb_transfer_state *out) {
     remote_transfer *t = (remote_transfer *)(uintptr_t)transfer;
-    TB_TRY(tb__remote_check(t->batch->world, "transfer"));
-    tb__link_lock(t->batch->world->link);
     tb_status status = update_state(t);
     *out = t->state;
     out->status = t->status;
@@ -330,16 +320,12 @@ tb_status tb__remote_transfer_query(const tb_transfer *transfer, tb_transfer_sta
     tb__remote_clear_news(t);
     if (t->has_ended && t->status != TB_OK)
         tb__set_detail("%s", t->why);
-    bool has_ended = t->has_ended;
-    tb__link_unlock(t->batch->world->link);
-    return has_ended ? TB_OK : status;
+    return t->has_ended ? TB_OK : status;
 }
 
 tb_status tb__remote_transfer_pair(const tb_transfer *transfer, const tb_pair *pair, tb_transfer_state *out) {
     remote_transfer *t = (remote_transfer *)(uintptr_t)transfer;
     const remote_pair *p = (const remote_pair *)pair;
-    TB_TRY(tb__remote_check(t->batch->world, "transfer"));
-    tb__link_lock(t->batch->world->link);
     tb_status status = update_state(t);
     const remote_part *part = find_part(t, p);
     if (part) {
@@ -354,15 +340,12 @@ tb_status tb__remote_transfer_pair(const tb_transfer *transfer, const tb_pair *p
     } else if (status == TB_OK) {
         status = tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", p->name, t->batch->name);
     }
-    tb__link_unlock(t->batch->world->link);
     return status;
 }
 
 int tb__remote_transfer_fd(const tb_transfer *transfer) {
     remote_transfer *t = (remote_transfer *)(uintptr_t)transfer;
     remote_world *w = t->batch->world;
-    if (tb__remote_check(w, "transfer") != TB_OK)
-        return -1;
     tb__link_lock(w->link);
     if (t->fd < 0) {
         t->fd = tb__fd_own(eventfd(t->has_news, EFD_CLOEXEC | EFD_NONBLOCK));

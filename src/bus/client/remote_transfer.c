@@ -160,12 +160,10 @@ static void free_transfer(remote_transfer *t) {
 tb_status tb__remote_begin(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     remote_batch *b = (remote_batch *)batch;
     remote_world *w = b->world;
-    TB_TRY(tb__remote_check(w, "batch"));
     remote_transfer *t = tb__calloc(1, sizeof *t);
     if (!t)
         return TB_NO_MEMORY;
-    *t = (remote_transfer){
-        .ops = &tb__remote_ops, .batch = b, .is_send = is_send, .opts = *opts, .seq = UINT64_MAX, .fd = -1};
+    *t = (remote_transfer){.base = b->base, .batch = b, .is_send = is_send, .opts = *opts, .seq = UINT64_MAX, .fd = -1};
     tb__link_lock(w->link);
     LIST_INSERT_HEAD(&w->transfers, t, link);
     tb_status status = begin_transfer(t);
@@ -235,19 +233,15 @@ static tb_status wait_for_event(remote_transfer *t, unsigned event, int timeout_
 tb_status tb__remote_wait(tb_transfer *transfer, tb_event event, int timeout_ms) {
     remote_transfer *t = (remote_transfer *)transfer;
     const char *what;
-    TB_TRY(tb__remote_check(t->batch->world, "transfer"));
     TB_TRY(tb__event_check(event, t->is_send, t->opts.hold, &what));
-    tb__link_lock(t->batch->world->link);
     take_groups(t);
-    tb_status status = wait_for_event(t, (unsigned)event, timeout_ms, what);
-    tb__link_unlock(t->batch->world->link);
-    return status;
+    return wait_for_event(t, (unsigned)event, timeout_ms, what);
 }
 
 /* The event has happened when this returns, so work submitted to a stream later comes after it. */
 tb_status tb__remote_stream_wait(tb_transfer *transfer, tb_event event, const void *stream) {
     (void)stream;
-    return tb__remote_wait(transfer, event, -1);
+    return tb_wait(transfer, event, -1);
 }
 
 /* What the agent has copied is here; what is copied here is so now. */
@@ -264,7 +258,10 @@ static tb_status deliver_groups(remote_transfer *t, uint32_t group) {
     return status;
 }
 
-static tb_status wait_for_group(remote_transfer *t, uint32_t group, int timeout_ms) {
+tb_status tb__remote_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms) {
+    remote_transfer *t = (remote_transfer *)transfer;
+    if (t->is_send)
+        return tb__fail(TB_INVALID, "groups arrive where they are received");
     remote_world *w = t->batch->world;
     int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms : tb__now_ms() + timeout_ms;
     tb__message m = {.kind = TB__AWAIT_TENSORS, .batch_id = t->batch->name, .group = tb__some_uint(group)};
@@ -287,26 +284,13 @@ static tb_status wait_for_group(remote_transfer *t, uint32_t group, int timeout_
     return t->status == TB_OK ? TB_OK : tb__fail(t->status, "%s", t->why);
 }
 
-tb_status tb__remote_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms) {
-    remote_transfer *t = (remote_transfer *)transfer;
-    TB_TRY(tb__remote_check(t->batch->world, "transfer"));
-    if (t->is_send)
-        return tb__fail(TB_INVALID, "groups arrive where they are received");
-    tb__link_lock(t->batch->world->link);
-    tb_status status = wait_for_group(t, group, timeout_ms);
-    tb__link_unlock(t->batch->world->link);
-    return status;
-}
-
 tb_status tb__remote_proceed(tb_transfer *transfer) {
     remote_transfer *t = (remote_transfer *)transfer;
     tb__link *l = t->batch->world->link;
     tb__message m = {.kind = TB__PROCEED, .batch_id = t->batch->name};
     tb_status status = TB_OK;
-    TB_TRY(tb__remote_check(t->batch->world, "transfer"));
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
-    tb__link_lock(l);
     t->may_proceed = true;
     if (t->opts.committing) /* the thread that reads calls it, and lets the agent go on */
         tb__link_wake(l);
@@ -314,7 +298,6 @@ tb_status tb__remote_proceed(tb_transfer *transfer) {
         status = tb__link_call(l, &m, NULL, 0, 0, "let the transfer proceed", NULL);
     if (status == TB_REFUSED) /* it has ended meanwhile */
         status = TB_OK;
-    tb__link_unlock(l);
     return status;
 }
 
@@ -335,12 +318,7 @@ static void cancel_and_wait(remote_transfer *t) {
 }
 
 void tb__remote_cancel(tb_transfer *transfer) {
-    remote_transfer *t = (remote_transfer *)transfer;
-    if (tb__remote_check(t->batch->world, "transfer") != TB_OK)
-        return;
-    tb__link_lock(t->batch->world->link);
-    cancel_and_wait(t);
-    tb__link_unlock(t->batch->world->link);
+    cancel_and_wait((remote_transfer *)transfer);
 }
 
 void tb__remote_transfer_destroy(tb_transfer *transfer) {
