@@ -127,7 +127,7 @@ def order_of(case: Case, mesh: Any) -> list[int] | None:
 
 
 def contributions(case: Case, whole: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """One tensor for each coordinate of the Partial mesh dim, whose reduction is ``whole``; [whole] if there is none."""
+    """A tensor for each coordinate of the Partial mesh dim, whose reduction is ``whole``; [whole] if there is none."""
     found = [(i, p) for i, p in enumerate(case.placements) if isinstance(p, Partial)]
     if not found:
         return [whole]

@@ -103,7 +103,7 @@ def test_golden() -> None:
 
 
 def test_fsdp_over_tp() -> None:
-    """7 rows: tensor parallelism cuts first, into 4 and 3; FSDP then cuts these. Reading from left to right is wrong."""
+    """7 rows: tensor parallelism cuts first, into 4 and 3; FSDP then cuts these. From left to right would be wrong."""
     text = _dtensor.layout_text((3, 2), range(6), (_StridedShard(0, split_factor=2), Shard(0)))
     assert [indices(text, (7,), rank)[0] for rank in range(6)] == [[0, 1], [4], [2, 3], [5], [], [6]]
 

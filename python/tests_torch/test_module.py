@@ -1,0 +1,286 @@
+"""Modules in a batch, in one process: names, ties, what is refused, what is looked at again, shared memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorbus as tb
+from tensorbus import _module
+
+
+def in_pair(folder: Path, *roles: Callable[[tb.Bus, tb.Pair], Any]) -> list[Any]:
+    """Runs the two functions as the only ranks of groups "a" and "b", in threads."""
+    results: list[Any] = [None, None]
+
+    def run(i: int) -> None:
+        try:
+            with tb.join(f"unix:{folder}/bus", group="ab"[i], index=0, size=1, timeout=20.0) as bus:
+                results[i] = roles[i](bus, bus.pair("p", "ba"[i], layout="mesh=1 place=R"))
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in module.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize(("source_is_tied", "target_is_tied"), [(True, False), (False, True), (True, True)])
+def test_ties(tmp_path: Path, source_is_tied: bool, target_is_tied: bool) -> None:
+    source, target = Tied(source_is_tied), Tied(target_is_tied)
+    if not source_is_tied:
+        source.head.weight.data.copy_(source.embed.weight.data)
+    nn.init.normal_(source.norm.running_mean)
+
+    def send(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_module(pair, source, buffers=True)
+        batch.send(timeout=20.0)
+
+    def recv(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_module(pair, target, buffers=True)
+        batch.recv(timeout=20.0)
+
+    in_pair(tmp_path, send, recv)
+    assert same(state(source), state(target))
+
+
+def test_storage_that_moves(tmp_path: Path) -> None:
+    """Parameters are sent from wherever they are when it is sent."""
+    source, target = nn.Linear(5, 3), nn.Linear(5, 3)
+    sent: list[dict[str, torch.Tensor]] = []
+    got: list[dict[str, torch.Tensor]] = []
+    turn = threading.Barrier(2, timeout=30.0)
+
+    def moves() -> list[Callable[[], Any]]:
+        new = {name: torch.randn_like(t) for name, t in source.state_dict().items()}
+        return [
+            lambda: None,
+            lambda: setattr(source.weight, "data", torch.randn(3, 5)),
+            lambda: setattr(source.weight, "data", torch.randn(5, 3).t()),  # other strides
+            lambda: source.load_state_dict(new, assign=True),
+            lambda: source.bias.data.add_(1),
+            lambda: setattr(source, "bias", nn.Parameter(torch.randn(3))),
+            lambda: source.to(torch.float64).to(torch.float32),
+        ]
+
+    changes = moves()
+
+    def send(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_module(pair, source)
+        for change in changes:
+            change()
+            sent.append(state(source))
+            batch.send(timeout=20.0)
+            turn.wait()
+
+    def recv(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_module(pair, target)
+        for _ in changes:
+            batch.recv(timeout=20.0)
+            got.append(state(target))
+            turn.wait()
+
+    in_pair(tmp_path, send, recv)
+    assert len(sent) == len(changes)
+    assert all(same(a, b) for a, b in zip(sent, got, strict=True))
+
+
+def look(module: nn.Module, change: Callable[[], Any], is_send: bool = True) -> None:
+    watch = _module.Watch(module, buffers=False, reshard=False, ranks=None, mesh=None)
+    change()
+    watch.look(is_send)
+
+
+def test_what_has_changed_is_refused_by_name() -> None:
+    linear = nn.Linear(5, 3)
+    with pytest.raises(tb.Refused, match=r"'weight' was registered as a plain tensor of shape \[3, 5\]"):
+        look(linear, lambda: setattr(linear.weight, "data", torch.zeros(3, 4)))
+    linear = nn.Linear(5, 3)
+    with pytest.raises(tb.Refused, match="'bias' has another dtype"):
+        look(linear, lambda: setattr(linear, "bias", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))))
+    linear = nn.Linear(5, 3)
+    with pytest.raises(tb.Refused, match="'bias' is gone"):
+        look(linear, lambda: setattr(linear, "bias", None))
+    linear = nn.Linear(5, 3)
+    with pytest.raises(tb.Invalid, match="memory of parameter 'weight' was freed or resized"):
+        look(linear, lambda: linear.weight.untyped_storage().resize_(0))
+    linear = nn.Linear(5, 3)
+    with pytest.raises(tb.Refused, match="'weight' has moved to other memory"):
+        look(linear, lambda: setattr(linear.weight, "data", torch.zeros(3, 5)), is_send=False)
+    linear = nn.Linear(5, 3)
+    look(linear, lambda: None)
+
+
+class Packed(torch.Tensor):
+    """As float8 tensors of libraries are: no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.bfloat16)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func.__name__ if "detach" not in func.__name__ else args[0]
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes has: bytes that are not the parameter's elements."""
+
+
+def refused_parameters() -> dict[str, tuple[Any, str]]:
+    return {
+        "packed": (nn.Parameter(Packed(torch.zeros(4)), requires_grad=False), "Packed"),
+        "4 bits": (Params4bit(torch.zeros(4, dtype=torch.uint8), requires_grad=False), "Params4bit"),
+        "meta": (nn.Parameter(torch.zeros(4, device="meta")), "device 'meta'"),
+        "lazy": (nn.parameter.UninitializedParameter(), "UninitializedParameter"),
+        "complex": (nn.Parameter(torch.zeros(4, dtype=torch.complex64)), "complex64"),
+        "sparse": (nn.Parameter(torch.eye(3).to_sparse()), "sparse"),
+    }
+
+
+@pytest.mark.parametrize("kind", list(refused_parameters()))
+def test_what_is_no_plain_tensor_is_refused_by_name(kind: str) -> None:
+    parameter, what = refused_parameters()[kind]
+    module = nn.Module()
+    module.inner = nn.Module()
+    module.inner.register_parameter("weight", parameter)
+    with pytest.raises((tb.Refused, tb.Invalid), match=rf"parameter 'inner\.weight': .*{what}"):
+        look(module, lambda: None)
+
+
+def test_names() -> None:
+    module = nn.Linear(2, 2)
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "module"):
+        outer = nn.Module()
+        outer.add_module(wrapper, module)
+        module = outer
+    watch = _module.Watch(module, buffers=False, reshard=False, ranks=None, mesh=None)
+    assert list(watch.views) == ["weight", "bias"]
+    module.add_module("_orig_mod", nn.Linear(2, 2))
+    with pytest.raises(tb.Invalid, match="two parameters are 'weight'"):
+        _module.Watch(module, buffers=False, reshard=False, ranks=None, mesh=None)
+    with pytest.raises(tb.Invalid, match=r"must be a torch\.nn\.Module, not list"):
+        _module.Watch([], buffers=False, reshard=False, ranks=None, mesh=None)
+
+
+def test_a_look_takes_at_most_2_us_a_tensor() -> None:
+    module = nn.ModuleList([nn.Linear(2, 2) for _ in range(3000)])
+    watch = _module.Watch(module, buffers=False, reshard=False, ranks=None, mesh=None)
+    took = []
+    for _ in range(9):
+        start = time.process_time()
+        watch.look(True)
+        took.append((time.process_time() - start) / 6000)
+    print(f"a look takes {min(took) * 1e6:.2f} to {max(took) * 1e6:.2f} us a tensor")
+    assert min(took) < 2e-6
+
+
+def test_share_keeps_tensors_views_and_ties() -> None:
+    module = Tied(tie=True)
+    view = module.embed.weight.data[2]
+    module.embed.weight.grad = torch.ones(6, 4)
+    before, address = state(module), module.embed.weight.data_ptr()
+    parameter = module.embed.weight
+    assert tb.share(module) is module
+    assert module.embed.weight is parameter
+    assert parameter.data_ptr() != address
+    assert module.head.weight.data_ptr() == parameter.data_ptr()
+    assert same(before, state(module))
+    parameter.data[2] = 7
+    assert torch.equal(view, torch.full((4,), 7.0))
+    with pytest.raises(tb.Invalid, match=r"torch\.nn\.Module"):
+        tb.share(torch.zeros(3))
+
+
+def test_shared_memory_is_read_in_place(tmp_path: Path) -> None:
+    source, target = tb.share(nn.Linear(64, 64)), nn.Linear(64, 64)
+
+    def send(bus: tb.Bus, pair: tb.Pair) -> str:
+        batch = bus.batch("step")
+        batch.add_module(pair, source)
+        batch.send(timeout=20.0, wait="committed")
+        return batch.dump(is_send=True)
+
+    def recv(bus: tb.Bus, pair: tb.Pair) -> str:
+        batch = bus.batch("step")
+        batch.add_module(pair, target)
+        batch.recv(timeout=20.0)
+        return batch.dump(is_send=False)
+
+    _, received = in_pair(tmp_path, send, recv)
+    assert same(state(source), state(target))
+    assert ", mapped" in received, received
+
+
+def test_tensors(tmp_path: Path) -> None:
+    """Strides, leaves that require gradients, views of one storage; and one that is resized under the batch."""
+    storage = torch.arange(24.0)
+    sent = {
+        "transposed": torch.randn(3, 4, requires_grad=True).t(),
+        "leaf": torch.randn(5, requires_grad=True),
+        "first": storage[:12].view(3, 4),
+        "second": storage[12:].view(4, 3)[:, 1:],
+        "bf16": torch.randn(4, 4).to(torch.bfloat16),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+    }
+    got = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in sent.items()}
+    got["leaf"].requires_grad_()
+    turn = threading.Barrier(2, timeout=30.0)
+
+    def send(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_all(pair, sent)
+        batch.send(timeout=20.0)
+        turn.wait()
+        sent["leaf"].data = torch.zeros(5)
+        with pytest.raises(tb.Invalid, match="tensor 'leaf' of batch 'step': it has moved"):
+            batch.send(timeout=20.0)
+        storage.untyped_storage().resize_(0)
+        with pytest.raises(tb.Invalid, match=r"tensor '(first|leaf)' of batch 'step': "):
+            batch.send(timeout=20.0)
+
+    def recv(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_all(pair, got)
+        batch.recv(timeout=20.0)
+        turn.wait()
+
+    expected = {name: t.detach().clone() for name, t in sent.items()}
+    in_pair(tmp_path, send, recv)
+    assert same(expected, {name: t.detach() for name, t in got.items()})
