@@ -87,17 +87,21 @@ class Batch(Handle):
         group: int = 0,
         view: str | None = None,
         ranks: Mapping[int, int] | Sequence[int] | None = None,
+        mesh: Any = None,
     ) -> None:
         """Adds this rank's part of tensor ``name``: a NumPy array, a PyTorch tensor, or anything with DLPack.
 
         ``shape`` is the global one; by default, the tensor's own. ``layout`` is this side's for this tensor; by
         default, what the tensor brings, or the pair's. ``dtype`` reinterprets the bits, for dtypes that NumPy lacks:
         "bf16" for an array of uint16. ``wire_dtype`` asks for a cast on the way, ``group`` orders arrivals, ``view``
-        says how the stored tensor becomes the one that is named. ``ranks`` maps the ranks of a DTensor's mesh to seats
-        of the group, where they are not the same. The memory is borrowed until the batch is closed.
+        says how the stored tensor becomes the one that is named. The memory is borrowed until the batch is
+        closed.
+
+        ``ranks`` maps the ranks of a DTensor's mesh to seats of the group, where they are not the same. Where that mesh
+        is a sub-mesh of ``mesh``, the others beside it have the same tensor.
         """
-        if ranks is not None:
-            tensor = _torch.read_dtensor(name, tensor, ranks)
+        if ranks is not None or mesh is not None:
+            tensor = _torch.read_dtensor(name, tensor, ranks, mesh)
         self._add(pair, [(name, self._describe(pair, name, tensor, shape, layout, dtype, wire_dtype, group, view))])
 
     def add_all(self, pair: Pair, tensors: Mapping[str, Any], *, shapes: Mapping[str, Any] | None = None) -> None:
@@ -173,8 +177,10 @@ class Batch(Handle):
         """Adds every parameter of a PyTorch module, by name; with ``buffers``, those of its state_dict, too.
 
         What wrappers add to names (``_orig_mod.``, ``_checkpoint_wrapped_module.``, ``module.``) is dropped, and tied
-        parameters become ties. DTensors bring their layouts, in which ``ranks`` maps ranks of the mesh to seats; plain
-        tensors have the pair's layout, or are replicated over ``mesh``, a DeviceMesh.
+        parameters become ties. DTensors bring their layouts, in which ``ranks`` maps ranks of the mesh to seats. One on
+        a sub-mesh, such as FSDP's part of a mesh for FSDP and tensor parallelism, is replicated over the others beside
+        it in ``mesh``, a DeviceMesh, or in the largest mesh of the module's parameters. Plain tensors have the pair's
+        layout, or are replicated over ``mesh``.
 
         The batch keeps the module, not addresses: every transfer looks at each parameter again. One whose storage has
         moved is sent from where it is; one whose layout has changed is refused, by name. So is a module that FSDP has

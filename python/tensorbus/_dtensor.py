@@ -5,6 +5,8 @@ torch is not imported: objects are told apart by their types' names, so that one
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,7 +124,10 @@ def _permute(shape: Sequence[int], values: Sequence[int], dims: Sequence[int]) -
 
 def mesh_ranks(mesh: Any, ranks: RankMap | None = None) -> list[int]:
     """The row-major ranks of a DeviceMesh, as seats of the group."""
-    numbers: list[int] = mesh.mesh.flatten().tolist()
+    return _seats(mesh.mesh.flatten().tolist(), ranks)
+
+
+def _seats(numbers: list[int], ranks: RankMap | None) -> list[int]:
     if ranks is None:
         return numbers
     try:
@@ -130,16 +135,45 @@ def mesh_ranks(mesh: Any, ranks: RankMap | None = None) -> list[int]:
     except (KeyError, IndexError):
         known = ranks if isinstance(ranks, Mapping) else range(len(ranks))
         missing = next(number for number in numbers if number not in known)
-        raise Invalid(f"ranks= has no seat for rank {missing} of {mesh!r}") from None
+        raise Invalid(f"ranks= has no seat for rank {missing} of the mesh") from None
 
 
-def spec_layout(spec: Any, ranks: RankMap | None = None) -> str:
-    """The layout that a DTensorSpec says."""
-    strided_is_order = getattr(spec, "use_strided_shard_as_shard_order", None)
-    return layout_text(
-        tuple(spec.mesh.mesh.shape),
-        mesh_ranks(spec.mesh, ranks),
-        spec.placements,
-        getattr(spec, "shard_order", None),
-        strided_is_order is not False,
-    )
+def copies(whole_shape: Sequence[int], whole: Sequence[int], ranks: Sequence[int]) -> list[list[int]] | None:
+    """The meshes that lie beside a sub-mesh in a larger mesh, itself among them: the same dims, other coordinates.
+
+    None if it is no sub-mesh of that.
+
+    >>> copies((2, 2), (0, 1, 2, 3), (0, 2))
+    [[0, 2], [1, 3]]
+    """
+    if not set(ranks) <= set(whole):
+        return None
+    strides = [math.prod(whole_shape[d + 1 :]) for d in range(len(whole_shape))]
+    at = [[whole.index(rank) // stride % n for n, stride in zip(whole_shape, strides, strict=True)] for rank in ranks]
+    fixed = [d for d in range(len(whole_shape)) if len({c[d] for c in at}) == 1]
+    beside = math.prod(whole_shape[d] for d in fixed)
+    if beside * len(ranks) != len(whole):
+        return None
+    moves = itertools.product(*(range(whole_shape[d]) for d in fixed))
+    return [
+        [whole[sum(dict(zip(fixed, move, strict=True)).get(d, c[d]) * s for d, s in enumerate(strides))] for c in at]
+        for move in moves
+    ]
+
+
+class Replicate:
+    """The placement over copies of a sub-mesh."""
+
+
+def spec_layout(spec: Any, ranks: RankMap | None = None, within: Sequence[Any] = ()) -> str:
+    """The layout that a DTensorSpec says. In a sub-mesh of one ``within``, those beside it have the same tensor."""
+    shape, numbers = tuple(spec.mesh.mesh.shape), spec.mesh.mesh.flatten().tolist()
+    placements, order = tuple(spec.placements), getattr(spec, "shard_order", None)
+    found = (copies(tuple(w.mesh.shape), w.mesh.flatten().tolist(), numbers) for w in within)
+    meshes = next(filter(None, found), [numbers])
+    if len(meshes) > 1:
+        shape, placements = (len(meshes), *shape), (Replicate(), *placements)
+        numbers = [number for mesh in meshes for number in mesh]
+        order = None if order is None else [(dim, [d + 1 for d in mesh_dims]) for dim, mesh_dims in order]
+    is_order = getattr(spec, "use_strided_shard_as_shard_order", None) is not False
+    return layout_text(shape, _seats(numbers, ranks), placements, order, is_order)

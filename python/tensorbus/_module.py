@@ -76,6 +76,7 @@ class Watch:
         self._module = module
         self._buffers, self._reshard, self._ranks = buffers, reshard, ranks
         self._plain_layout = None if mesh is None else _replicated(mesh, ranks)
+        self._meshes = tuple(m for m in (mesh, _largest_mesh(module)) if m is not None)
         self._fsdp = _fsdp_groups(module)
         self.ties: dict[str, str] = {}  # names of tensors that are there under another name
         self._check_sharded()
@@ -99,7 +100,7 @@ class Watch:
     def _read(self, owner: dict[str, Any], key: str, name: str) -> _Place:
         tensor = owner[key]
         try:
-            view = _torch.read(tensor, self._ranks)
+            view = _torch.read(tensor, self._ranks, self._meshes)
         except Error as error:
             raise type(error)(f"parameter '{name}': {error}") from None
         assert view is not None  # parameters are tensors
@@ -198,10 +199,15 @@ def _describe(view: _tensors.View) -> str:
     return f"{whole} with the layout '{view.layout}', here {list(view.shape)}"
 
 
+def _largest_mesh(module: Any) -> Any:
+    meshes = [p.device_mesh for p in module.parameters() if _torch.is_dtensor(p)]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+
+
 def _replicated(mesh: Any, ranks: _dtensor.RankMap | None) -> str:
     """The layout of plain tensors, of which all ranks of the mesh have a copy."""
-    if isinstance(mesh, str):
-        return mesh
+    if not hasattr(mesh, "mesh"):
+        raise Invalid(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
     numbers = _dtensor.mesh_ranks(mesh, ranks)
     text = f"mesh={len(numbers)} place=R"
     return text if numbers == list(range(len(numbers))) else f"{text} ranks={','.join(map(str, numbers))}"

@@ -37,21 +37,21 @@ def local_part(tensor: Any) -> Any:
     return _wait(tensor._local_tensor if is_dtensor(tensor) else tensor)
 
 
-def spec_layout(spec: Any, ranks: _dtensor.RankMap | None = None) -> str:
+def spec_layout(spec: Any, ranks: _dtensor.RankMap | None = None, within: tuple[Any, ...] = ()) -> str:
     """The layout of a DTensorSpec. Many parameters have the same few, so they are kept."""
-    map_key = None if ranks is None else id(ranks)
     key = (
         spec.mesh,
         spec.placements,
         getattr(spec, "shard_order", None),
         getattr(spec, "use_strided_shard_as_shard_order", None),
-        map_key,
+        within,
+        None if ranks is None else id(ranks),
     )
     kept = _layouts.get(key)
     if kept is None:
         if len(_layouts) >= 4096:
             _layouts.clear()
-        kept = _layouts[key] = (ranks, _dtensor.spec_layout(spec, ranks))  # ranks stay, so that their id does
+        kept = _layouts[key] = (ranks, _dtensor.spec_layout(spec, ranks, within))  # ranks stay, so that their id does
     return kept[1]
 
 
@@ -102,8 +102,12 @@ class _Held:
             raise Invalid("it has moved to other memory since it was added; make the batch again, or use add_module")
 
 
-def read(tensor: Any, ranks: _dtensor.RankMap | None = None) -> _tensors.View | None:
-    """Where a tensor of PyTorch is; None for anything else. ``ranks`` maps the ranks of a DTensor's mesh to seats."""
+def read(tensor: Any, ranks: _dtensor.RankMap | None = None, within: tuple[Any, ...] = ()) -> _tensors.View | None:
+    """Where a tensor of PyTorch is; None for anything else.
+
+    ``ranks`` maps the ranks of a DTensor's mesh to seats. If that is a sub-mesh of one of the meshes ``within``,
+    the meshes beside it have copies.
+    """
     torch = loaded()
     if torch is None or not isinstance(tensor, torch.Tensor):
         return None
@@ -122,16 +126,16 @@ def read(tensor: Any, ranks: _dtensor.RankMap | None = None) -> _tensors.View | 
         device=device_name(local),
         keepalive=held,
         global_shape=None if spec is None else tuple(spec.shape),
-        layout=None if spec is None else spec_layout(spec, ranks),
+        layout=None if spec is None else spec_layout(spec, ranks, within),
         look_again=held.look_again,
     )
 
 
-def read_dtensor(name: str, tensor: Any, ranks: _dtensor.RankMap) -> _tensors.View:
-    """The same of a DTensor whose mesh has other ranks than the group."""
+def read_dtensor(name: str, tensor: Any, ranks: _dtensor.RankMap | None, mesh: Any) -> _tensors.View:
+    """The same of what must be a DTensor."""
     if not is_dtensor(tensor):
-        raise Invalid(f"tensor '{name}': ranks= is for DTensors, and this is a {type(tensor).__name__}")
-    view = read(tensor, ranks)
+        raise Invalid(f"tensor '{name}': ranks= and mesh= are for DTensors, and this is a {type(tensor).__name__}")
+    view = read(tensor, ranks, () if mesh is None else (mesh,))
     assert view is not None
     return view
 

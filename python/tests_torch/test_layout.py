@@ -117,3 +117,20 @@ def test_refusals() -> None:
     assert _dtensor.mesh_ranks(mesh, {4: 1, 5: 0}) == [1, 0]
     with pytest.raises(tb.Invalid, match="no seat for rank 5"):
         _dtensor.mesh_ranks(mesh, [0, 1, 2, 3, 4])
+
+
+def test_sub_meshes() -> None:
+    """Of a mesh for FSDP and tensor parallelism, each part for FSDP has a copy."""
+
+    def say(ranks: Any, *within: Any) -> str:
+        spec = SimpleNamespace(mesh=SimpleNamespace(mesh=ranks), placements=(Shard(0),) * ranks.ndim)
+        return _dtensor.spec_layout(spec, within=[SimpleNamespace(mesh=w) for w in within])
+
+    whole = torch.arange(8).reshape(2, 2, 2)
+    for rank in range(8):
+        found = say(whole[rank // 4, :, rank % 2], whole.flatten(), whole)  # it is no sub-mesh of the first
+        assert found == "mesh=4,2 place=R,Shard(0) ranks=0,2,1,3..4,6,5,7"
+    assert say(whole[1, :, 1]) == "mesh=2 place=Shard(0) ranks=5,7"
+    assert say(whole, whole) == "mesh=2,2,2 place=Shard(0),Shard(0),Shard(0)"
+    assert say(whole[0].flatten(), whole) == "mesh=2,4 place=R,Shard(0)"
+    assert say(torch.arange(3), whole) == "mesh=3 place=Shard(0)"
