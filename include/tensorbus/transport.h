@@ -178,7 +178,8 @@ typedef struct tb_transport_ops {
     tb_status (*fd_take)(void *context, int32_t peer, uint64_t id, int *fds, size_t nfds);
 
     /* (optional; default false) `reached` is also called when a peer that this rank has not connected to connects to
-     * it. Without it, a world connects to all peers that it might hear from. */
+     * it; from then on its messages can be received. Without it, a world connects to all peers that it might hear
+     * from. */
     bool reports_strangers;
 } tb_transport_ops;
 

@@ -3,6 +3,9 @@
  * TB_CONFIG=WORDS plays only the configurations that have these words in their names. */
 #include "bus/members_test.h"
 
+#include "transport/transport.h"
+
+#include <stdatomic.h>
 #include <sys/prctl.h>
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -31,9 +34,11 @@ typedef struct config {
     bool is_apart;    /* each sender has what one receiver wants */
     bool is_windowed; /* receivers take the second tensor when they are told */
     bool is_late;     /* all but the first of each side begin when they are told; those who leave have done so */
-    bool is_late_receiver; /* likewise, but senders do not wait */
-    bool at_release; /* they leave when their tensors are released, in the second transfer: by the first, all ranks
-                        are connected */
+    bool is_late_receiver;   /* likewise, but senders do not wait */
+    bool at_release;         /* they leave when their tensors are released */
+    bool is_second;          /* they leave in the second transfer: by the first, all ranks are connected */
+    bool is_late_connection; /* the last receiver takes its time to connect to the first sender, which has connected to
+                                it */
     bool is_killed;
     leaver leaver;
 } config;
@@ -108,6 +113,7 @@ static const config configs[] = {
      .is_apart = true,
      .is_late = true,
      .at_release = true,
+     .is_second = true,
      .is_killed = true,
      .leaver = LEAVE_FIRST_SENDER},
     {.name = "prepared, staged, the sender is killed",
@@ -116,6 +122,25 @@ static const config configs[] = {
      .staged = true,
      .is_apart = true,
      .is_late = true,
+     .at_release = true,
+     .is_second = true,
+     .is_killed = true,
+     .leaver = LEAVE_FIRST_SENDER},
+    {.name = "half connected, the sender is killed",
+     .seats = 2,
+     .is_apart = true,
+     .is_late = true,
+     .is_late_connection = true,
+     .at_release = true,
+     .is_killed = true,
+     .leaver = LEAVE_FIRST_SENDER},
+    {.name = "half connected, prepared, staged, the sender is killed",
+     .seats = 2,
+     .shadow = true,
+     .staged = true,
+     .is_apart = true,
+     .is_late = true,
+     .is_late_connection = true,
      .at_release = true,
      .is_killed = true,
      .leaver = LEAVE_FIRST_SENDER},
@@ -233,14 +258,28 @@ static void check_elements(const member *m) {
     }
 }
 
+static atomic_bool connects_late;
+
+static tb_status connect_late(void *context, int32_t rank, const void *address, size_t nbytes) {
+    if (atomic_load(&connects_late))
+        usleep(100000); /* in which the other end is killed */
+    return tb__shm_ops.connect(context, rank, address, nbytes);
+}
+
 static void join(member *m, const char *url) {
     char address[200], host[16];
     snprintf(address, sizeof address, "%s?namespace=bus%d-%d", url, (int)(m->c - configs), m->round);
     snprintf(host, sizeof host, "host %d", m->position);
+    tb_transport_ops late = tb__shm_ops;
+    late.name = "late";
+    late.connect = connect_late;
+    must(m, tb_transport_register(&late), "a transport");
     tb_world_opts opts = {.size = sizeof opts,
                           .token = TOKEN,
                           .timeout_ms = PATIENCE_MS,
-                          .transport = m->c->is_ucx ? "ucx" : NULL,
+                          .transport = m->c->is_ucx               ? "ucx"
+                                       : m->c->is_late_connection ? "late"
+                                                                  : NULL,
                           .host = m->c->is_ucx ? host : NULL};
     must(m, tb_world_join(address, is_sender(m) ? "a" : "b", seat_of(m), m->c->seats, &opts, &m->world), "join");
 }
@@ -306,12 +345,13 @@ static void next_is_lost(const member *m) {
 static void move(member *m) {
     tb_transfer *t = NULL;
     bool is_first = seat_of(m) == 0;
-    if (m->c->at_release) {
+    if (m->c->is_second) {
         must(m, (is_sender(m) ? tb_send : tb_recv)(m->batch, NULL, &t), "begin");
         must(m, tb_wait(t, TB_COMMITTED, PATIENCE_MS), "the first transfer");
         tb_transfer_destroy(t);
         fill(m);
     }
+    atomic_store(&connects_late, m->c->is_late_connection && m->position == 2 * m->c->seats - 1);
     say(m, "ready");
     wait_word(m, "begin");
     if (!is_first && (m->c->is_late || (m->c->is_late_receiver && !is_sender(m))))

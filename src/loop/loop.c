@@ -147,6 +147,7 @@ static bool step_loop(tb__loop *loop) {
     loop->is_in_step = true;
     atomic_store(&loop->driver, &this_thread);
     loop->step_again = false;
+    size_t nending = loop->ending.count; /* what they have sent is received now */
     for (size_t i = 0; i < loop->ntransports; i++) {
         const tb_transport *t = &loop->transports[i];
         tb_status status = t->ops->progress(t->context);
@@ -154,6 +155,7 @@ static bool step_loop(tb__loop *loop) {
             tb__log(TB_LOG_ERROR, "transport %s: %s", t->ops->name, tb_error_detail());
     }
     tb__peers_open_met(loop);
+    tb__peers_mark_ended(loop, nending);
     tb__peers_report_losses(loop);
     bool did = step_tasks(loop);
     did |= progress_devices(loop);

@@ -62,12 +62,14 @@ typedef struct tb__peer {
     bool is_met;  /* it has connected to this process, which has to connect to it, too */
     bool is_lost;
     char *why;
+    char *expected_loss;              /* why it will be lost when what has come from it was received; NULL: it won't */
     size_t nunsent;                   /* messages to it that the transport has not taken yet */
     bool loss_reported;               /* to all ports */
     bool is_disconnected;             /* the transport has reported the loss, too */
     uint64_t moved[2];                /* tensor bytes received from it, and sent to it */
     struct tb__next_receive *receive; /* NULL: it was never connected */
     unsigned char *inbox, *message_bytes;
+    bool is_receiving;             /* the first receive was posted */
     bool is_in_message;            /* the inbox holds the frame of a long message whose parts follow */
     size_t received;               /* bytes of them, in message_bytes */
     bool is_receive_due;           /* posting the next receive failed for lack of memory */
@@ -139,7 +141,8 @@ tb_status tb__loop_meet(tb__loop *loop, int32_t rank, uint64_t incarnation, cons
                         const char *label, tb__peer **out);
 /* Connects the peer, if that has not been done. A peer that is gone is marked as lost. */
 tb_status tb__peer_open(tb__peer *peer);
-/* Another process reports that the peer is lost: counts if this process has no connection with it. */
+/* Another process reports that the peer is lost. Counts if there is no connection with it, when what has come from it
+ * was received. */
 void tb__peer_report_lost(tb__peer *peer, const char *why);
 
 /* The last connection with it; NULL: none. */

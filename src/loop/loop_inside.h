@@ -41,6 +41,7 @@ struct tb__loop {
     tb__index peer_index;         /* of all_peers, by transport rank */
     TB_VEC(int32_t) strangers;    /* transport ranks of processes that have connected to this one and are not known */
     TB_VEC(tb__peer *) met;       /* peers that have to be connected because they have connected to this process */
+    TB_VEC(tb__peer *) ending;    /* peers with an expected_loss */
     size_t nunreported;           /* lost peers whose loss the ports have not heard of */
     tb__port *ports;
     tb__task *tasks;
@@ -62,6 +63,8 @@ struct tb__loop {
 void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]);
 int32_t tb__transport_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why);
+/* Marks the first `count` of `ending` as lost. */
+void tb__peers_mark_ended(tb__loop *loop, size_t count);
 /* Reports lost peers to the ports. Not during a step of a task: ports may end what the task works on. */
 void tb__peers_report_losses(tb__loop *loop);
 void tb__peer_on_reached(void *arg, int32_t transport_rank);

@@ -81,6 +81,11 @@ tb_status tb__loop_contact(tb__loop *loop, tb__pack *out) {
 
 static void receive_frame(tb__peer *peer);
 
+/* Nothing is sent to it any more. */
+static bool has_ended(const tb__peer *peer) {
+    return peer->is_lost || peer->expected_loss;
+}
+
 /* Any post may detect a loss, in the middle of other work. So the ports are not called here, but in the driver's next
  * step; until then nothing is sent to the peer. */
 static void mark_peer_lost(tb__peer *peer, const char *why) {
@@ -104,6 +109,16 @@ static void report_loss_to_ports(tb__peer *peer) {
     tb__shares_on_lost(peer);
 }
 
+/* For a peer that this process is not connected to: it is lost when what has come from it was received. Its last
+ * messages may be in a socket that this process has not read yet. */
+static void expect_loss(tb__peer *peer, const char *why) {
+    tb__loop *loop = peer->loop;
+    peer->expected_loss = tb__strdup(why);
+    if (!peer->expected_loss || !tb__vec_push(&loop->ending, peer))
+        mark_peer_lost(peer, why);
+    tb__loop_wake(loop);
+}
+
 void tb__peers_report_losses(tb__loop *loop) {
     if (loop->nunreported == 0)
         return;
@@ -123,9 +138,23 @@ static void disconnect_peer(tb__peer *peer, const char *why) {
         tb__transport_disconnect(peer->transport, peer->transport_rank, why);
 }
 
+void tb__peers_mark_ended(tb__loop *loop, size_t count) {
+    if (count == 0)
+        return;
+    for (size_t i = 0; i < count; i++) {
+        tb__peer *peer = loop->ending.item[i];
+        peer->is_disconnected |= !peer->is_receiving; /* otherwise the transport knows it */
+        disconnect_peer(peer, peer->expected_loss);
+    }
+    loop->ending.count -= count;
+    memmove(loop->ending.item, loop->ending.item + count, loop->ending.count * sizeof *loop->ending.item);
+}
+
 static void deliver_message(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
     tb__loop *loop = peer->loop;
     tb__unpack message = {data, data + nbytes, false};
+    if (peer->loss_reported)
+        return;
     if (id == TB__PORT_LOOP) {
         if (!tb__shares_on_message(peer, &message))
             disconnect_peer(peer, tb_error_detail());
@@ -199,7 +228,7 @@ static void post_receive(tb__peer *peer, void (*done)(tb_op *op), void *base, si
                        .npieces = 1,
                        .done = done,
                        .arg = peer};
-    tb_status status = tb__peer_post(peer, &next->op);
+    tb_status status = tb__transport_post(peer->transport, &next->op);
     if (status == TB_NO_MEMORY)
         schedule_receive(peer);
     else if (status != TB_OK)
@@ -294,6 +323,20 @@ static void receive_frame(tb__peer *peer) {
         post_receive(peer, on_frame, peer->inbox, FRAME_ROOM);
 }
 
+static tb_status make_inbox(tb__peer *peer) {
+    if (!peer->inbox && !(peer->inbox = tb__malloc(FRAME_ROOM, 1)))
+        return TB_NO_MEMORY;
+    if (!peer->receive && !(peer->receive = tb__calloc(1, sizeof *peer->receive)))
+        return TB_NO_MEMORY;
+    return TB_OK;
+}
+
+static void begin_receiving(tb__peer *peer) {
+    if (!peer->is_receiving)
+        receive_frame(peer);
+    peer->is_receiving = true;
+}
+
 void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why) {
     tb__loop *loop = arg;
     for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
@@ -315,11 +358,14 @@ static tb__peer *find_by_transport_rank(tb__loop *loop, int32_t transport_rank) 
     return found;
 }
 
+/* Its messages are received at once: if its process has ended, it can't be connected to any more. */
 static void mark_met(tb__peer *peer) {
     if (peer->is_open || peer->is_met || peer->is_lost)
         return;
-    peer->is_met = tb__vec_push(&peer->loop->met, peer);
-    if (!peer->is_met)
+    peer->is_met = make_inbox(peer) == TB_OK && tb__vec_push(&peer->loop->met, peer);
+    if (peer->is_met)
+        begin_receiving(peer);
+    else
         tb__log(TB_LOG_ERROR, "no memory for the connection of %s", peer->label);
     tb__loop_wake(peer->loop);
 }
@@ -421,13 +467,13 @@ static outgoing *new_outgoing(tb__peer *peer, uint32_t port, tb__pack *message) 
 
 tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
     tb_status status = tb__peer_open(peer);
-    if (status == TB_OK && peer->unposted && !peer->is_lost)
+    if (status == TB_OK && peer->unposted && !has_ended(peer))
         status = post_parts(peer);
     if (status == TB_LOST)
         mark_peer_lost(peer, tb_error_detail());
-    outgoing *out = message->failed || peer->is_lost || peer->unposted ? NULL : new_outgoing(peer, port, message);
+    outgoing *out = message->failed || has_ended(peer) || peer->unposted ? NULL : new_outgoing(peer, port, message);
     if (!out) {
-        bool is_short = message->failed || !peer->is_lost;
+        bool is_short = message->failed || !has_ended(peer);
         tb__pack_fini(message);
         return is_short ? tb__fail(TB_NO_MEMORY, "no memory for a message") : TB_OK;
     }
@@ -510,6 +556,7 @@ static void free_peer(tb__peer *peer) {
     if (peer->unposted)
         complete_parts(peer->unposted, peer->unposted->left);
     free(peer->why);
+    free(peer->expected_loss);
     free(peer->receive);
     free(peer->inbox);
     free(peer->message_bytes);
@@ -540,42 +587,44 @@ int32_t tb__loop_count_near(const tb__loop *loop) {
 }
 
 bool tb__peer_is_reached(const tb__peer *peer) {
-    return !peer->is_lost && (!peer->is_open || tb__transport_is_reached(peer->transport, peer->transport_rank));
+    return !has_ended(peer) && (!peer->is_open || tb__transport_is_reached(peer->transport, peer->transport_rank));
 }
 
 tb_status tb__peer_open(tb__peer *peer) {
-    if (peer->is_open || peer->is_lost)
+    if (peer->is_open || has_ended(peer))
         return TB_OK;
-    if (!peer->inbox && !(peer->inbox = tb__malloc(FRAME_ROOM, 1)))
-        return TB_NO_MEMORY;
-    if (!peer->receive && !(peer->receive = tb__calloc(1, sizeof *peer->receive)))
-        return TB_NO_MEMORY;
+    TB_TRY(make_inbox(peer));
     tb__count_message(&tb__traffic_total.ranks);
     tb_status status = peer->transport->ops->connect(peer->transport->context, peer->transport_rank, peer->address,
                                                      peer->address_nbytes);
     if (status == TB_LOST) {
-        peer->is_disconnected = true;
-        mark_peer_lost(peer, tb_error_detail());
+        if (peer->is_receiving) {
+            expect_loss(peer, tb_error_detail());
+        } else {
+            peer->is_disconnected = true;
+            mark_peer_lost(peer, tb_error_detail());
+        }
         return TB_OK;
     }
     if (status != TB_OK)
         return tb__fail_within(status, "%s", peer->label);
     peer->is_open = true;
-    receive_frame(peer);
+    begin_receiving(peer);
     return TB_OK;
 }
 
 void tb__peer_report_lost(tb__peer *peer, const char *why) {
-    if (peer->is_open || peer->is_lost)
-        return;
-    peer->is_disconnected = true;
-    mark_peer_lost(peer, why);
+    if (!peer->is_receiving && !has_ended(peer))
+        expect_loss(peer, why);
 }
 
 tb_status tb__peer_post(tb__peer *peer, tb_op *op) {
     TB_TRY(tb__peer_open(peer));
-    if (peer->is_lost)
-        return tb__fail(TB_LOST, "%s", peer->why ? peer->why : "it is gone");
+    if (has_ended(peer))
+        return tb__fail(TB_LOST, "%s",
+                        peer->why             ? peer->why
+                        : peer->expected_loss ? peer->expected_loss
+                                              : "it is gone");
     return tb__transport_post(peer->transport, op);
 }
 
@@ -666,5 +715,6 @@ void tb__peers_free(tb__loop *loop) {
     free(loop->all_peers.item);
     free(loop->strangers.item);
     free(loop->met.item);
+    free(loop->ending.item);
     tb__index_fini(&loop->peer_index);
 }
