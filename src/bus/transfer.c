@@ -83,6 +83,14 @@ static unsigned events_of(const tb_transfer *t) {
     return events | (has_good ? others : 0U);
 }
 
+static void tell_groups(tb_transfer *t, uint64_t number, tb_status status, const char *why) {
+    for (size_t i = 0; i < t->nparts && !t->has_told; i++) { /* several pairs of one group do no harm */
+        if (t->parts[i].flow && t->parts[i].group)
+            tb__whole_tell(t->parts[i].group, t->is_send, number, status, why);
+    }
+    t->has_told = true;
+}
+
 /* With whole_group, when this rank's part has ended: tells the groups' leads, and waits until all ranks have ended
  * theirs. Whether nothing is waited for any more; then t->status and t->why say how it has ended. */
 static bool is_whole(tb_transfer *t) {
@@ -93,12 +101,14 @@ static bool is_whole(tb_transfer *t) {
     tb__transfer_get_state(t, &state);
     for (size_t i = 0; i < t->nparts; i++)
         is_cancelled |= t->parts[i].flow && tb__transfer_leg(t, i)->is_cancelled;
-    for (size_t i = 0; i < t->nparts; i++) { /* several pairs of one group do no harm */
+    if (t->status == TB_OK && t->is_undelivered && !is_cancelled)
+        return false;
+    if (t->status != TB_OK || !t->is_undelivered)
+        tell_groups(t, state.attempt, t->status, t->why);
+    for (size_t i = 0; i < t->nparts && t->status == TB_OK; i++) {
         tb__engine *group = t->parts[i].flow ? t->parts[i].group : NULL;
         tb_status status = TB_OK;
-        if (group && !t->has_told)
-            tb__whole_tell(group, t->is_send, state.attempt, t->status, t->why);
-        if (!group || t->status != TB_OK)
+        if (!group)
             continue;
         is_over &= tb__whole_is_over(group, t->is_send, state.attempt, is_cancelled, t->is_late, &status);
         if (status != TB_OK) {
@@ -106,8 +116,25 @@ static bool is_whole(tb_transfer *t) {
             snprintf(t->why, sizeof t->why, "%s", tb_error_detail());
         }
     }
-    t->has_told = true;
     return is_over || t->status != TB_OK;
+}
+
+void tb__batch_deliver_later(tb_batch *batch, bool is_later) {
+    tb__loop_lock(batch->world->loop);
+    batch->is_delivered_later = is_later;
+    tb__loop_unlock(batch->world->loop);
+}
+
+void tb__transfer_delivered(tb_transfer *t, tb_status status, const char *why) {
+    tb__loop *loop = t->batch->world->loop;
+    tb_transfer_state state;
+    tb__loop_lock(loop);
+    tb__transfer_get_state(t, &state);
+    if (!t->has_ended && t->is_undelivered)
+        tell_groups(t, state.attempt, status, why);
+    t->is_undelivered = false;
+    tb__loop_wake(loop);
+    tb__loop_unlock(loop);
 }
 
 static void update_events(tb_transfer *t) {
@@ -374,6 +401,7 @@ tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts 
         t->batch = batch;
         t->is_send = is_send;
         t->opts = o;
+        t->is_undelivered = batch->is_delivered_later && o.whole_group && !is_send;
         t->begun = t->phases.since = tb__seconds();
         t->phases.now = TB_PHASE_WAIT;
         t->deadline_ms = t->task.deadline_ms = deadline_ms;

@@ -29,8 +29,9 @@ struct tb_transfer {
     bool is_send;
     bool has_ended;
     bool is_late;
-    bool has_told;    /* with whole_group: the lead, that this rank's part has ended */
-    tb_status status; /* of one that has ended */
+    bool has_told;       /* with whole_group: the lead, that this rank's part has ended */
+    bool is_undelivered; /* with whole_group: that is told by tb__transfer_delivered */
+    tb_status status;    /* of one that has ended */
     char why[TB__WHY_MAX];
     const tb__leg *failed; /* the first leg that failed; the others go on */
     unsigned events;

@@ -185,6 +185,22 @@ tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
     return status;
 }
 
+static bool has_moved(void *arg) {
+    const tb_transfer *t = ((const waiting *)arg)->t;
+    bool has_all = true;
+    for (size_t i = 0; i < t->nparts; i++)
+        has_all &= !t->parts[i].flow || tb__leg_has_ended(tb__transfer_leg(t, i));
+    return has_all || t->has_ended;
+}
+
+tb_status tb__transfer_wait_moved(tb_transfer *t) {
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
+    tb_status status = wait_until_true(t, has_moved, &(waiting){.t = t}, -1, "moved");
+    tb__loop_unlock(loop);
+    return status;
+}
+
 void tb__transfer_take_groups(tb_transfer *t) {
     tb__loop_lock(t->batch->world->loop);
     take_groups(t, UINT32_MAX);

@@ -270,6 +270,7 @@ struct tb_batch {
     uint64_t common_version; /* the last version that all pairs had at the same time */
     size_t nstarting;        /* calls that are about to begin a transfer */
     _Atomic uint32_t *mark;  /* set before a receive writes the tensors; NULL: nobody looks at it */
+    bool is_delivered_later; /* received tensors are copied elsewhere: see tb__transfer_delivered */
 };
 
 /* The versions that the pairs of a batch have. */
@@ -328,6 +329,12 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 bool tb__transfer_is_unread(const tb_transfer *transfer);
 /* As tb_wait, until the transfer's own deadline, for any of these events. Groups of tensors are not taken. */
 tb_status tb__transfer_wait_any(tb_transfer *transfer, unsigned events);
+/* Receives of the batch with whole_group end at this rank when tb__transfer_delivered says so, if is_later. */
+void tb__batch_deliver_later(tb_batch *batch, bool is_later);
+/* Waits until all parts of the transfer have ended at this rank. With whole_group it goes on. */
+tb_status tb__transfer_wait_moved(tb_transfer *transfer);
+/* Tells the other ranks of the group that this rank has ended the transfer, or why it has failed to. */
+void tb__transfer_delivered(tb_transfer *transfer, tb_status status, const char *why);
 /* All groups of tensors may come, whatever the batch's group_window. */
 void tb__transfer_take_groups(tb_transfer *transfer);
 /* As tb_cancel, but does not wait for the end. */

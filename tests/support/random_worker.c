@@ -254,9 +254,7 @@ static void check_block(const worker *w, const block *b) {
 
 static tb_transfer *begin(worker *w, bool is_send, int from) {
     int as = is_send ? from : !from, usual = is_send ? w->first : !w->first;
-    /* Agents refuse to receive so into memory of the program's own. */
-    bool may_be_whole = is_send || !w->pool->has_agents;
-    tb_transfer_opts opts = {.size = sizeof opts, .whole_group = w->b.seed % 3 == 0 && may_be_whole};
+    tb_transfer_opts opts = {.size = sizeof opts, .whole_group = w->b.seed % 3 == 0};
     tb_transfer *t = NULL;
     if (w->seat[0] >= 0 && w->seat[1] >= 0 && (as != usual || rng_range(&w->own, 0, 1)))
         opts.group = group_names[as];

@@ -155,6 +155,7 @@ typedef struct agent_batch {
     size_t nusers[2];          /* other jobs that use transfers[] ... */
     uint64_t ngroups;          /* ... and how many groups of tensors they have written to the client's memory */
     bool is_delivering;        /* the client's memory is being written */
+    atomic_bool is_delivered;  /* the client's memory has what the last receive has brought */
     tb_transfer_state last;    /* the state of the last one that ended ... */
     bool was_send;             /* ... and its direction */
     uint64_t version;          /* the last that all pairs had together */

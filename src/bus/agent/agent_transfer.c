@@ -117,11 +117,11 @@ static void send_final_events(agent_job *job) {
 
 /* The events from the client's point of view: mirrored memory is released as soon as it was read, and has arrived when
  * it is written back. */
-static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over, const tb_transfer_state *state) {
+static unsigned seen_by_client(const agent_batch *b, bool is_send, const tb_transfer_state *state) {
     unsigned seen = state->events;
     if (is_send && tb__agent_is_mirrored(b))
         seen |= TB_RELEASED;
-    if (!is_send && tb__agent_has_mirrors(b) && !is_over) {
+    if (!is_send && tb__agent_has_mirrors(b) && !atomic_load(&b->is_delivered)) {
         seen &= ~(unsigned)TB_COMMITTED;
         if (b->batch->opts.commit != TB_SHADOW)
             seen &= ~(unsigned)TB_ARRIVED;
@@ -143,11 +143,8 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
         opts.progress = on_progress;
         opts.arg = job;
     }
-    if (opts.whole_group && !is_send && tb__agent_has_mirrors(b))
-        return tb__fail(TB_REFUSED,
-                        "batch '%s' has memory that the agent can't share: it writes to it when the transfer has "
-                        "ended on the bus, so that it can't receive with whole_group",
-                        b->id);
+    if (!is_send)
+        tb__batch_deliver_later(b->batch, tb__agent_has_mirrors(b));
     TB_TRY(tb__agent_read_mirrors(b)); /* also to receive: what does not arrive stays as it is */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
     tb__saved_detail why = tb__save_detail();
@@ -180,6 +177,25 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
     return TB_OK;
 }
 
+/* Writes the client's memory, and keeps the sentence of a failure. */
+static tb_status deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_status status, char why[TB__WHY_MAX]) {
+    tb_status delivered = tb__agent_record_end(b, t, is_send, status, why);
+    if (delivered != TB_OK)
+        snprintf(why, TB__WHY_MAX, "%s", tb_error_detail());
+    else
+        atomic_store(&b->is_delivered, !is_send);
+    return delivered;
+}
+
+/* With whole_group, other ranks wait until the client's memory is written. */
+static tb_status deliver_before_end(agent_job *job, tb_transfer *t, char why[TB__WHY_MAX]) {
+    tb_status status = deliver(job->batch, t, false, TB_OK, why);
+    if (status == TB_OK && job->message.events)
+        raise_event_of(job, t, TB_ARRIVED);
+    tb__transfer_delivered(t, status, why);
+    return status;
+}
+
 static tb_status run_transfer(agent_job *job) {
     agent_batch *b = job->batch;
     bool is_send = job->message.direction == TB__SEND;
@@ -198,19 +214,32 @@ static tb_status run_transfer(agent_job *job) {
         tb__transfer_take_groups(t);
     if (status == TB_OK)
         status = raise_transfer_events(job, t, is_send);
+    bool is_whole = job->message.whole_group && !is_send && tb__agent_has_mirrors(b), is_delivered = false;
+    char why[TB__WHY_MAX] = "";
+    if (status == TB_OK && is_whole)
+        status = tb__transfer_wait_moved(t);
+    if (status == TB_OK && is_whole) {
+        is_delivered = true;
+        status = deliver_before_end(job, t, why);
+    }
     if (status == TB_OK)
         status = tb__transfer_wait_any(t, TB_COMMITTED);
-    char why[TB__WHY_MAX] = "";
-    if (status != TB_OK)
+    if (status != TB_OK && !*why)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    tb_status delivered = tb__agent_record_end(b, t, is_send, status, why);
-    if (status == TB_OK && delivered != TB_OK) {
-        status = delivered;
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+    if (is_delivered) {
+        tb__agent_update_version(b);
+    } else {
+        char undelivered[TB__WHY_MAX];
+        memcpy(undelivered, why, sizeof why);
+        tb_status delivered = deliver(b, t, is_send, status, undelivered);
+        if (status == TB_OK && delivered != TB_OK) {
+            status = delivered;
+            memcpy(why, undelivered, sizeof why);
+        }
     }
     if (t)
         tb_transfer_query(t, &state);
-    state.events = seen_by_client(b, is_send, delivered == TB_OK, &state);
+    state.events = seen_by_client(b, is_send, &state);
     pthread_mutex_lock(&b->lock);
     b->last = state;
     b->was_send = is_send;
@@ -268,8 +297,10 @@ tb_status tb__agent_begin_transfer(agent_job *job) {
     pthread_mutex_lock(&b->lock);
     b->error[0] = '\0';
     b->is_given_up[is_send] = false;
-    if (!is_send)
+    if (!is_send) {
         b->ngroups = 0;
+        atomic_store(&b->is_delivered, false);
+    }
     pthread_mutex_unlock(&b->lock);
     if (job->message.no_wait && !answers_when_begun(job))
         tb__agent_job_answer(job, TB_OK);
@@ -351,7 +382,7 @@ static void reply_status(agent_job *job, const bool *signal) {
     unsigned seen = 0;
     if (t) {
         tb_transfer_query(t, &state);
-        seen = seen_by_client(b, is_send, false, &state);
+        seen = seen_by_client(b, is_send, &state);
     } else if (!is_busy) {
         state = b->last;
         seen = state.events;
@@ -392,7 +423,7 @@ static void reply_status(agent_job *job, const bool *signal) {
         tb_transfer *one = borrow_transfer(b, of_send);
         if (one)
             tb_transfer_query(one, &now);
-        tb__agent_put_states(job, b, one, one ? seen_by_client(b, of_send, false, &now) : 0, r);
+        tb__agent_put_states(job, b, one, one ? seen_by_client(b, of_send, &now) : 0, r);
         if (one)
             return_transfer(b, of_send);
     }
