@@ -418,6 +418,11 @@ TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_bat
  * register it then; nothing changes for the others. */
 TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor);
 
+/* The same for many tensors. The first that fails is named, and ends it; those before it, *nadded of them, are in the
+ * batch. `nadded`, which may be NULL, is written in any case. */
+TB_API tb_status tb_batch_add_all(tb_batch *batch, tb_pair *pair, const char *const *names, const tb_tensor *tensors,
+                                  size_t count, size_t *nadded);
+
 /* This process takes part in the pair's transfers even if it adds none of the pair's tensors: a rank that is idle in
  * this model. */
 TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
@@ -475,6 +480,31 @@ TB_API tb_status tb_batch_signal(tb_batch *batch, const char *group, uint64_t qu
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
+
+/* ---- Calls by a descriptor ------------------------------------------------------------------------------------ */
+
+/* tb_world_join, tb_pair_create and tb_batch_register wait for others. These have a thread of the library's make the
+ * same call, so that the program can wait for a descriptor meanwhile, and for other things, and can give the call up.
+ * Arguments are copied. The world of a pair, and the batch, must not be destroyed before the call is. */
+typedef struct tb_call tb_call;
+
+TB_API tb_status tb_call_join(const char *url, const char *group, int32_t index, int32_t size,
+                              const tb_world_opts *opts, tb_call **out);
+TB_API tb_status tb_call_pair(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                              const tb_pair_opts *opts, tb_call **out);
+TB_API tb_status tb_call_register(tb_batch *batch, int timeout_ms, tb_call **out);
+
+/* Readable once the call has ended. Valid until the call is destroyed. */
+TB_API int tb_call_fd(const tb_call *call);
+
+/* The status of a call that has ended, and its sentence; TB_TIMEOUT if it has not. *out is the tb_world or the tb_pair,
+ * which is the caller's from then on, and NULL the next time; it may be NULL for a registration. */
+TB_API tb_status tb_call_result(tb_call *call, void **out);
+
+/* Cancels a call that is under way, and destroys what it has made and nobody has taken. Pairs and registrations have
+ * ended when this returns, and can be tried again. One that joins may go on until its deadline, by itself, and leaves
+ * again if it succeeds. NULL is allowed. */
+TB_API void tb_call_destroy(tb_call *call);
 
 /* ---- Transfers ----------------------------------------------------------------------------------------------- */
 

@@ -8,7 +8,7 @@ docs/python.md is the tutorial, and tells every call.
 """
 
 from ._batch import Batch, BatchState
-from ._bus import Bus, join
+from ._bus import Bus, join, join_async
 from ._c import lib as _lib
 from ._errors import (
     Cancelled,
@@ -56,6 +56,7 @@ __all__ = [
     "TransferState",
     "empty",
     "join",
+    "join_async",
     "layout",
     "plan",
     "share",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import byref, c_bool, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ._c import (
     tb_tie,
     tb_transfer_opts,
 )
+from ._call import Call, awaiting, waiting
 from ._errors import Error, Invalid, Refused
 from ._handle import Handle
 from ._layout import Layout, layout
@@ -66,8 +67,7 @@ class Batch(Handle):
             lib.tb_batch_create(world, self.name.encode(), byref(self._opts), byref(made))
             for pair, tensors in self._tensors.items():
                 lib.tb_batch_add_pair(made, pair._handle)
-                for name, _, described in tensors:
-                    lib.tb_batch_add(made, pair._handle, name.encode(), byref(described))
+                _add_all(made, pair._handle, tensors)
         with self._lock:
             self._handle, made = made, self._handle
         lib.tb_batch_destroy(made)
@@ -105,9 +105,9 @@ class Batch(Handle):
         self._add(pair, [(name, self._describe(pair, name, tensor, shape, layout, dtype, wire_dtype, group, view))])
 
     def add_all(self, pair: Pair, tensors: Mapping[str, Any], *, shapes: Mapping[str, Any] | None = None) -> None:
-        """Adds many tensors by name, all or none; ``shapes`` has the global ones where they are not the tensors' own.
+        """Adds many tensors by name; ``shapes`` has the global shapes where they are not the tensors' own.
 
-        Faster than ``add`` for each, because it is one call of the library.
+        One call of the library adds them all. The first that it refuses is named; those before it are in the batch.
         """
         shapes = shapes or {}
         self._add(
@@ -157,11 +157,16 @@ class Batch(Handle):
 
     def _add(self, pair: Pair, tensors: list[tuple[str, tuple[tb_tensor, _tensors.View]]]) -> None:
         with self._use() as batch, pair._use() as c_pair:
+            new = [(name, view, described) for name, (described, view) in tensors]
             kept = self._tensors.setdefault(pair, [])
-            for name, (described, view) in tensors:
-                lib.tb_batch_add(batch, c_pair, name.encode(), byref(described))
-                kept.append((name, view, described))
+            nkept = len(kept)
+            kept += new  # first: whatever interrupts this, they are kept alive
             self._is_registered = False
+            nadded = c_size_t(len(new))
+            try:
+                _add_all(batch, c_pair, new, nadded)
+            finally:
+                del kept[nkept + nadded.value :]
 
     def add_module(
         self,
@@ -228,16 +233,21 @@ class Batch(Handle):
             lib.tb_batch_remove_pair(batch, c_pair)
             self._tensors.pop(pair, None)
 
-    def register(self, timeout: float | None = None) -> None:
+    def _registering(self, timeout: float | None = None) -> Call[Batch]:
         """Waits until both sides of every pair have added their tensors, and names and shapes agree.
 
         Who disagrees, or is missing at the deadline, is named in the exception. The first transfer registers a batch
         that has not been.
         """
-        timeout_ms = _values.milliseconds("timeout", timeout)
-        with self._use() as batch:
-            lib.tb_batch_register(batch, timeout_ms)
+
+        def done() -> None:
             self._is_registered = True
+
+        timeout_ms = _values.milliseconds("timeout", timeout)
+        return Call(f"registering {self._what}", self, self, None, done, lib.tb_call_register, timeout_ms)
+
+    register = waiting("register", _registering)
+    register_async = awaiting("register", _registering)
 
     # -- State --
 
@@ -399,6 +409,14 @@ class Batch(Handle):
             lib.tb_batch_destroy(handle)
             self._tensors.clear()
             self._before_transfer.clear()
+
+
+def _add_all(
+    batch: c_void_p, pair: c_void_p, tensors: list[tuple[str, _tensors.View, tb_tensor]], nadded: c_size_t | None = None
+) -> None:
+    names = (c_char_p * len(tensors))(*(name.encode() for name, _, _ in tensors))
+    described = (tb_tensor * len(tensors))(*(t for _, _, t in tensors))
+    lib.tb_batch_add_all(batch, pair, names, described, len(tensors), None if nadded is None else byref(nadded))
 
 
 def _reinterpret(view: _tensors.View, dtype: Any) -> _tensors.View:

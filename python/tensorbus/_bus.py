@@ -13,6 +13,7 @@ from typing import Any
 from . import _tensors, _values
 from ._batch import COMMITS, Batch
 from ._c import TB_MAX_RANKS, lib, tb_batch_opts, tb_pair_opts, tb_world_opts
+from ._call import Call, awaiting, waiting
 from ._errors import Invalid
 from ._handle import Handle
 from ._layout import Layout
@@ -50,7 +51,7 @@ def _choose_seat(url: str, index: int | None, size: int | None) -> tuple[int, in
     )
 
 
-def join(
+def _joining(
     url: str,
     group: str | None = None,
     index: int | None = None,
@@ -63,13 +64,16 @@ def join(
     host: str | None = None,
     plan_bytes: int = 0,
     name: str | None = None,
-) -> Bus:
+) -> Call[Bus]:
     """Takes seat ``index`` of the ``size`` in ``group``, on the bus whose store is at ``url``.
 
     ``url`` is "unix:/run/bus.sock", "tcp://127.0.0.1:7000" or "etcd://a:2379,b:2379"; or an agent,
     "agent:/run/trainer-0.sock", whose seat it is then. ``index`` and ``size`` default to those of torch.distributed, or
-    of the variables RANK and WORLD_SIZE. ``timeout``, in seconds, is for joining, and for calls that are given none.
-    The other options are those of ``tb_world_opts``.
+    of the variables RANK and WORLD_SIZE.
+
+    Options: ``timeout``, in seconds, to join, and for calls that are given none (30); ``token``, the same for all who
+    meet in one store; ``transport``, "auto", "shm", "ucx" or "self"; ``workers``, threads that copy; ``host``, whoever
+    has the same one is on the same machine; ``plan_bytes``, memory for plans; ``name``, as which an agent shows it.
 
     >>> import tempfile, tensorbus as tb
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -92,9 +96,12 @@ def join(
         name=_values.optional_text("name", name),
     )
     bus = Bus(f"{group} {index} of {size}")
-    lib.tb_world_join(c_url, c_group, index, size, byref(opts), byref(bus._handle))
-    bus._begin()
-    return bus
+    arguments = (c_url, c_group, index, size, byref(opts))
+    return Call(f"joining {url}", None, bus, bus._handle, bus._begin, lib.tb_call_join, *arguments)
+
+
+join = waiting("join", _joining)
+join_async = awaiting("join", _joining)
 
 
 class Bus(Handle):
@@ -129,7 +136,7 @@ class Bus(Handle):
             lib.tb_world_enter(world, c_group, index, size)
             self._seats[group] = (index, size)
 
-    def pair(
+    def _pairing(
         self,
         name: str,
         remote: str,
@@ -138,29 +145,32 @@ class Bus(Handle):
         group: str | None = None,
         timeout: float | None = None,
         wait: bool = True,
-    ) -> Pair:
+    ) -> Call[Pair]:
         """Meets group ``remote``; all ranks of both groups make the pair ``name``, each side with its own ``layout``.
 
         The layout may be left out if every tensor brings its own. With "none", on both sides, seat i sends to seat i,
-        and each rank's tensors are its own. ``group`` is this side's, where the process is in several. With
-        ``wait=False`` the others are waited for when a batch is registered.
+        and each rank's tensors are its own.
+
+        Options: ``group``, this side's, where the process is in several; ``timeout``, in seconds; with ``wait=False``
+        the others are waited for when a batch is registered.
         """
         c_name, c_remote = _values.text("name", name), _values.text("remote", remote)
         here = self.group if group is None else group
-        _values.text("group", here)
+        c_here = _values.text("group", here)
         if here not in self._seats:
             raise Invalid(f"this process is not in group {here!r}")
-        index, size = self._seats[here]
         opts = tb_pair_opts(
-            group=here.encode(),
+            group=c_here,
             timeout_ms=_values.milliseconds("timeout", timeout),
             no_wait=not _values.flag("wait", wait),
         )
-        pair = Pair(self, name, remote, layout, index, size)
-        with self._use() as world:
-            lib.tb_pair_create(world, c_name, c_remote, pair._c_layout(), byref(opts), byref(pair._handle))
-        self._pairs.append(pair)
-        return pair
+        pair = Pair(self, name, remote, layout, *self._seats[here])
+        arguments = (c_name, c_remote, pair._c_layout(), byref(opts))
+        self._pairs.append(pair)  # before it is made: it is never lost, whatever interrupts this
+        return Call(f"making {pair._what}", self, pair, pair._handle, lambda: None, lib.tb_call_pair, *arguments)
+
+    pair = waiting("pair", _pairing)
+    pair_async = awaiting("pair", _pairing)
 
     def batch(
         self,

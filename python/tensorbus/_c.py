@@ -261,6 +261,7 @@ class tb_plan_stats(_Sized):
 # ---- Functions ------------------------------------------------------------------------------------------------------
 
 _INT = POINTER(c_int)
+_SIZE = POINTER(c_size_t)
 _I32 = POINTER(c_int32)
 _I64 = POINTER(c_int64)
 _U64 = POINTER(c_uint64)
@@ -278,7 +279,12 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_shape_size": (tb_status, _SHAPE, c_int, _I64, _I64),
     "tb_alloc_on": (tb_status, c_char_p, c_size_t, _OUT),
     "tb_free": (None, c_void_p),
-    "tb_world_join": (tb_status, c_char_p, c_char_p, c_int32, c_int32, POINTER(tb_world_opts), _OUT),
+    "tb_call_join": (tb_status, c_char_p, c_char_p, c_int32, c_int32, POINTER(tb_world_opts), _OUT),
+    "tb_call_pair": (tb_status, c_void_p, c_char_p, c_char_p, c_char_p, POINTER(tb_pair_opts), _OUT),
+    "tb_call_register": (tb_status, c_void_p, c_int, _OUT),
+    "tb_call_fd": (c_int, c_void_p),
+    "tb_call_result": (tb_status, c_void_p, _OUT),
+    "tb_call_destroy": (None, c_void_p),
     "tb_world_enter": (tb_status, c_void_p, c_char_p, c_int32, c_int32),
     "tb_world_destroy": (None, c_void_p),
     "tb_world_seat": (None, c_void_p, POINTER(c_char_p), _I32, _I32),
@@ -286,12 +292,10 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_world_incarnation": (c_uint64, c_void_p),
     "tb_world_invalidate": (tb_status, c_void_p, c_void_p, c_size_t),
     "tb_world_plan_counters": (None, c_void_p, _U64, _U64),
-    "tb_pair_create": (tb_status, c_void_p, c_char_p, c_char_p, c_char_p, POINTER(tb_pair_opts), _OUT),
     "tb_pair_destroy": (None, c_void_p),
     "tb_batch_create": (tb_status, c_void_p, c_char_p, POINTER(tb_batch_opts), _OUT),
-    "tb_batch_add": (tb_status, c_void_p, c_void_p, c_char_p, POINTER(tb_tensor)),
+    "tb_batch_add_all": (tb_status, c_void_p, c_void_p, POINTER(c_char_p), POINTER(tb_tensor), c_size_t, _SIZE),
     "tb_batch_add_pair": (tb_status, c_void_p, c_void_p),
-    "tb_batch_register": (tb_status, c_void_p, c_int),
     "tb_batch_dump": (tb_status, c_void_p, c_bool, _OUT),
     "tb_batch_remove_pair": (tb_status, c_void_p, c_void_p),
     "tb_batch_epoch": (c_uint64, c_void_p),

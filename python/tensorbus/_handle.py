@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import threading
@@ -10,9 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_void_p
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ._errors import Invalid, Refused
+
+if TYPE_CHECKING:
+    from ._call import Call
 
 _H = TypeVar("_H", bound="Handle")
 
@@ -41,6 +45,7 @@ class Handle:
         self._what = what
         self._handle = c_void_p()
         self._lock = threading.RLock()
+        self._calls: list[Call[Any]] = []  # that use it, and are under way
         self._made_by = os.getpid()
         self._forks_before = _nforks
 
@@ -70,6 +75,8 @@ class Handle:
         """The handle, which nobody else gets any more; None: somebody else has closed it."""
         if self._is_inherited:
             return None
+        for call in list(self._calls):
+            call.close()
         with self._lock:
             handle, self._handle = self._handle, c_void_p()
         return handle if handle else None
@@ -93,11 +100,34 @@ class Handle:
         return f"<tensorbus.{type(self).__name__} {self._what}{', closed' if self.is_closed else ''}>"
 
 
-def sleep_until_readable(fd: int, seconds: float | None = None) -> None:
-    """Sleeps until the descriptor is readable, for so long at most, or a while. Signals are handled meanwhile."""
+def is_readable(fd: int, milliseconds: float = 0) -> bool:
+    """Whether the descriptor is readable, or becomes so meanwhile. Signals are handled."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    poll.poll(1000 * (_SLICE_S if seconds is None else min(seconds, _SLICE_S)))
+    return bool(poll.poll(milliseconds))
+
+
+def sleep_until_readable(fd: int, seconds: float | None = None) -> None:
+    """Sleeps until the descriptor is readable, for so long at most, or a while. Signals are handled meanwhile."""
+    is_readable(fd, 1000 * (_SLICE_S if seconds is None else min(seconds, _SLICE_S)))
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def readable(fd: int) -> None:
+    """The same in asyncio. On a copy of the descriptor: others may close it, or wait for it, too."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    copy = os.dup(fd)
+    try:
+        loop.add_reader(copy, _resolve, future)
+        await asyncio.wait([future], timeout=_SLICE_S)
+    finally:
+        loop.remove_reader(copy)
+        os.close(copy)
 
 
 class Deadline:
@@ -115,8 +145,3 @@ class Deadline:
     def is_over(self) -> bool:
         """Whether it has come."""
         return self.left == 0.0
-
-
-def describe(**values: Any) -> str:
-    """``a=1, b='x'`` for a repr."""
-    return ", ".join(f"{key}={value!r}" for key, value in values.items())

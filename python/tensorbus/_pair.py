@@ -32,5 +32,6 @@ class Pair(Handle):
     def close(self) -> None:
         """Gives the pair up; its batches can't be moved through it any more."""
         if handle := self._take():
-            self._bus._pairs.remove(self)
             lib.tb_pair_destroy(handle)
+        if self in self._bus._pairs:
+            self._bus._pairs.remove(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Generator
 from ctypes import byref
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import _values
 from ._c import declare, lib, tb_event, tb_phase, tb_status, tb_transfer_state
-from ._errors import Cancelled, Error, Timeout, make
-from ._handle import Deadline, Handle, sleep_until_readable
+from ._errors import Error, Timeout, make
+from ._handle import Deadline, Handle, readable, sleep_until_readable
 
 if TYPE_CHECKING:
     from ._batch import Batch
@@ -108,13 +107,12 @@ class Transfer(Handle):
         return self._await_event(EVENTS[self._default_event]).__await__()
 
     async def _await_event(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 missing, fd = self._look(number)
                 if missing is None:
                     return
-                await _readable(loop, fd)
+                await readable(fd)
         except asyncio.CancelledError:
             self.close()
             raise
@@ -201,22 +199,3 @@ class Transfer(Handle):
             lib.tb_transfer_destroy(handle)
         if self._batch._transfers.get(self.is_send) is self:
             del self._batch._transfers[self.is_send]
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
-    """Waits until the descriptor is readable. On a copy: another may close it, and several may wait for it."""
-    if fd < 0:
-        raise Cancelled("it was closed while it was awaited")
-    copy = os.dup(fd)
-    future = loop.create_future()
-    try:
-        loop.add_reader(copy, _resolve, future)
-        await asyncio.wait([future], timeout=0.2)
-    finally:
-        loop.remove_reader(copy)
-        os.close(copy)

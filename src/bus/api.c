@@ -17,12 +17,21 @@ static void unlock_loop(void *loop) {
     tb__loop_unlock(loop);
 }
 
+static void wake_loop(void *loop) {
+    tb__loop_signal(loop);
+    tb__loop_wake(loop);
+}
+
 static void lock_link(void *link) {
     tb__link_lock(link);
 }
 
 static void unlock_link(void *link) {
     tb__link_unlock(link);
+}
+
+static void wake_link(void *link) {
+    tb__link_wake(link);
 }
 
 /* TB_REFUSED in a forked child. `what` names the object. */
@@ -108,7 +117,7 @@ uint64_t tb_world_plan_bytes(const tb_world *world) {
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                          const tb_pair_opts *opts, tb_pair **out) {
     TB_TRY(check_owner(world, "world"));
-    return tb__ops_of(world)->pair_create(world, name, remote_group, layout, opts, out);
+    return tb__ops_of(world)->pair_create(world, name, remote_group, layout, opts, NULL, out);
 }
 
 void tb_pair_destroy(tb_pair *pair) {
@@ -167,6 +176,20 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
                            : tb__fail_within(status, "tensor '%.100s'", name);
 }
 
+tb_status tb_batch_add_all(tb_batch *batch, tb_pair *pair, const char *const *names, const tb_tensor *tensors,
+                           size_t count, size_t *nadded) {
+    tb_status status = TB_OK;
+    size_t n = 0;
+    while (n < count && status == TB_OK) { /* in an array all have the size of the first */
+        const void *tensor = (const char *)tensors + n * tensors->size;
+        status = tb_batch_add(batch, pair, names[n], tensor);
+        n += status == TB_OK;
+    }
+    if (nadded)
+        *nadded = n;
+    return status;
+}
+
 tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(check_same_kind(batch, pair));
     TB_TRY(enter(batch, "batch"));
@@ -175,7 +198,7 @@ tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
     TB_TRY(check_owner(batch, "batch"));
-    return tb__ops_of(batch)->batch_register(batch, timeout_ms);
+    return tb__ops_of(batch)->batch_register(batch, timeout_ms, NULL);
 }
 
 tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
@@ -333,5 +356,5 @@ void tb_transfer_destroy(tb_transfer *transfer) {
 
 #define LOCAL(type, name, parameters)  .name = tb__local_##name,
 #define REMOTE(type, name, parameters) .name = tb__remote_##name,
-const tb__bus_ops tb__local_ops = {.lock = lock_loop, .unlock = unlock_loop, TB__BUS_OPS(LOCAL)};
-const tb__bus_ops tb__remote_ops = {.lock = lock_link, .unlock = unlock_link, TB__BUS_OPS(REMOTE)};
+const tb__bus_ops tb__local_ops = {.lock = lock_loop, .unlock = unlock_loop, .wake = wake_loop, TB__BUS_OPS(LOCAL)};
+const tb__bus_ops tb__remote_ops = {.lock = lock_link, .unlock = unlock_link, .wake = wake_link, TB__BUS_OPS(REMOTE)};

@@ -197,11 +197,7 @@ static tb_status announce_exchanges(tb_batch *batch) {
     return status;
 }
 
-tb_status tb__local_batch_register(tb_batch *batch, int timeout_ms) {
-    return tb__batch_register_cancellable(batch, timeout_ms, NULL);
-}
-
-tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled) {
+tb_status tb__local_batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled) {
     registration s = {batch, cancelled};
     tb__loop *loop = batch->world->loop;
     int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);

@@ -12,6 +12,8 @@
 #include "base/process.h"
 #include "tensorbus/plan.h"
 
+#include <stdatomic.h>
+
 /* The type, name and parameters of each. */
 #define TB__BUS_OPS(OP)                                                                                                \
     OP(tb_status, world_enter, (tb_world * world, const char *group, int32_t index, int32_t size))                     \
@@ -25,13 +27,14 @@
     OP(tb_status, world_invalidate, (tb_world * world, const void *base, size_t nbytes))                               \
     OP(void, world_plan_counters, (const tb_world *world, uint64_t *hits, uint64_t *misses))                           \
     OP(uint64_t, world_plan_bytes, (const tb_world *world))                                                            \
+    /* Those with `cancelled`, which may be NULL, fail with TB_CANCELLED once it is set and `wake` was called. */      \
     OP(tb_status, pair_create,                                                                                         \
        (tb_world * world, const char *name, const char *remote_group, const char *layout, const tb_pair_opts *opts,    \
-        tb_pair **out))                                                                                                \
+        const atomic_bool *cancelled, tb_pair **out))                                                                  \
     OP(void, pair_destroy, (tb_pair * pair))                                                                           \
     OP(tb_status, batch_create, (tb_world * world, const char *name, const tb_batch_opts *opts, tb_batch **out))       \
     OP(tb_status, batch_add, (tb_batch * batch, tb_pair * pair, const char *name, const tb_tensor *tensor))            \
-    OP(tb_status, batch_register, (tb_batch * batch, int timeout_ms))                                                  \
+    OP(tb_status, batch_register, (tb_batch * batch, int timeout_ms, const atomic_bool *cancelled))                    \
     OP(tb_status, batch_signal, (tb_batch * batch, const char *group, uint64_t question, int timeout_ms, bool *out))   \
     OP(void, batch_destroy, (tb_batch * batch))                                                                        \
     OP(tb_status, begin, (tb_batch * batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out))            \
@@ -66,12 +69,15 @@ typedef struct tb__bus_object {
 typedef struct tb__bus_ops {
     void (*lock)(void *guard);
     void (*unlock)(void *guard);
+    void (*wake)(void *guard); /* makes all calls that wait look again; with the lock held */
 #define TB__OP(type, name, parameters) type(*name) parameters; // NOLINT(bugprone-macro-parentheses)
     TB__BUS_OPS(TB__OP)
 #undef TB__OP
 } tb__bus_ops;
 
-#define TB__OP(type, name, parameters) type tb__local_##name parameters, tb__remote_##name parameters;
+#define TB__OP(type, name, parameters)                                                                                 \
+    type tb__local_##name parameters;                                                                                  \
+    type tb__remote_##name parameters;
 TB__BUS_OPS(TB__OP)
 #undef TB__OP
 

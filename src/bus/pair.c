@@ -614,8 +614,8 @@ static void remove_from_world(const tb_pair *pair) {
     tb__loop_unlock(world->loop);
 }
 
-tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                                      const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out) {
+tb_status tb__local_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                                const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out) {
     tb_pair_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     int64_t deadline_ms = tb__world_deadline(world, o.timeout_ms);
@@ -668,11 +668,6 @@ tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const c
     tb__world_ref(world);
     *out = pair;
     return TB_OK;
-}
-
-tb_status tb__local_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                                const tb_pair_opts *opts, tb_pair **out) {
-    return tb__pair_create_cancellable(world, name, remote_group, layout, opts, NULL, out);
 }
 
 /* The number of ranks of a side that still request the pair with its layouts. */

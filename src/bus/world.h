@@ -184,17 +184,13 @@ void tb__pairs_hint(tb_world *world);
 /* Whether the note requests a pair. A lead that does so follows all changes, and hints at them. */
 bool tb__pair_is_request(const tb__note *note);
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
-/* As tb_pair_create; TB_CANCELLED once *cancelled is set, after which tb__world_wake_waiters has to be called.
- * `cancelled` may be NULL. */
-tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                                      const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out);
 /* Waits until all ranks have requested the pair, are connected, and have answered. Without the lock. */
 tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled);
 /* Which ranks have not requested a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...";
  * "" if none is missing. Without the lock. */
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
 /* Waits until all ranks of a connected pair have answered since the call began. TB_LOST if a connection is lost;
- * TB_CANCELLED as above. Without the lock. */
+ * TB_CANCELLED once *cancelled is set and the world was woken. Without the lock. */
 tb_status tb__pair_ping(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled);
 /* Whether a rank was lost, has left the pair, or has made it again with another layout, so that it has to be made again
  * here. Without the lock. */
@@ -307,8 +303,6 @@ tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *nam
  * batch. Without the lock. */
 void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__added_tensor *const **out,
                             size_t *count);
-/* As tb_batch_register; TB_CANCELLED as for pairs. */
-tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled);
 /* As tb_batch_signal; TB_CANCELLED as for pairs. */
 tb_status tb__batch_ask_signal(tb_batch *batch, const char *group, uint64_t question, int timeout_ms,
                                const atomic_bool *cancelled, bool *out);

@@ -316,7 +316,7 @@ static tb_status fill_batch(filling *f) {
     f->job->message.tensors = f->job->message.memories = (tb__entries){0};
     tb__agent_job_drop_frame(f->job); /* registering may take long */
     set_registering(b, f->batch);
-    tb_status status = tb__batch_register_cancellable(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
+    tb_status status = tb__local_batch_register(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
     set_registering(b, NULL);
     return status;
 }

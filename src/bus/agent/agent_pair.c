@@ -211,9 +211,9 @@ static tb_status run_init_pair(agent_job *job) {
     agent_pair *p = job->pair;
     int left_ms = tb__ms_until(job->deadline_ms);
     tb_pair_opts opts = {.size = sizeof opts, .group = p->local, .timeout_ms = left_ms > 0 ? left_ms : 1};
-    return tb__pair_create_cancellable(job->agent->world, p->name, p->remote,
-                                       tb__pair_has_layout(p->layout) ? p->layout : NULL, &opts, &p->is_cancelled,
-                                       &job->made);
+    return tb__local_pair_create(job->agent->world, p->name, p->remote,
+                                 tb__pair_has_layout(p->layout) ? p->layout : NULL, &opts, &p->is_cancelled,
+                                 &job->made);
 }
 
 /* Pings the ranks of an existing pair: its connections may be dead without this end knowing. */

@@ -175,9 +175,13 @@ static void sleep_until_changed(tb__link *l, int64_t deadline_ms) {
     l->is_locked = true;
 }
 
+_Thread_local const atomic_bool *tb__link_cancelled;
+
 tb_status tb__link_wait(tb__link *l, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms, const char *what) {
     for (bool has_looked = false; !is_true(arg); has_looked = true) {
         TB_TRY(check_connected(l));
+        if (tb__link_cancelled && atomic_load(tb__link_cancelled))
+            return tb__fail(TB_CANCELLED, "the call was given up before %s had %s", l->name, what);
         if (has_looked && l->lacks_memory)
             return tb__fail(TB_NO_MEMORY, "no memory for what %s sent", l->name);
         if (has_looked && tb__now_ms() >= deadline_ms)

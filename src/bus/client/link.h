@@ -11,6 +11,8 @@
 #include "bus/protocol/protocol.h"
 #include "bus/store/protocol.h"
 
+#include <stdatomic.h>
+
 enum { TB__LINK_WHY = 512 };
 
 typedef struct tb__link_reply {
@@ -79,6 +81,9 @@ void tb__link_drop_reply(tb__link *link, uint64_t seq);
  * for a frame that has arrived, which the next wait reads. `what` the peer has to do, for
  * the error message. */
 tb_status tb__link_wait(tb__link *link, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms, const char *what);
+/* Ends the calling thread's waits with TB_CANCELLED, once it is set and tb__link_wake was called; NULL: nothing does.
+ * `wake` has to be there. */
+extern _Thread_local const atomic_bool *tb__link_cancelled;
 void tb__link_break(tb__link *link, const char *why); /* gives the connection up; later calls fail with TB_LOST */
 /* Waits until the peer uses no memory of this process any more, after a wait has failed: the connection is given up. */
 void tb__link_await_end(tb__link *link);

@@ -175,6 +175,8 @@ tb_status tb__remote_describe_host(remote_batch *batch, remote_tensor *tensor, c
                                    tb__payload_memory *out);
 void tb__remote_batch_unref(remote_batch *batch); /* without the lock */
 tb_status tb__remote_register_locked(remote_batch *batch, int timeout_ms);
+/* Sets tb__link_cancelled, if that is not NULL; to be reset after the wait. With the lock held. */
+tb_status tb__remote_begin_cancellable(remote_world *world, const atomic_bool *cancelled);
 
 /* remote_memory.c */
 /* The device that has the memory; NULL: the host has it. With the device lock, like those that follow. */

@@ -402,17 +402,9 @@ tb_status tb__remote_register_locked(remote_batch *b, int timeout_ms) {
         b->nregistered = b->tensors.count;
         b->epoch++;
     }
-    b->may_be_registered = status == TB_TIMEOUT;
+    b->may_be_registered = status == TB_TIMEOUT || status == TB_CANCELLED;
     b->is_busy = false;
     tb__link_wake(b->world->link);
-    return status;
-}
-
-tb_status tb__remote_batch_register(tb_batch *batch, int timeout_ms) {
-    remote_batch *b = (remote_batch *)batch;
-    tb__link_lock(b->world->link);
-    tb_status status = tb__remote_register_locked(b, timeout_ms);
-    tb__link_unlock(b->world->link);
     return status;
 }
 
@@ -530,6 +522,29 @@ static void end_batch(remote_batch *b) {
     tb__link_reply_free(reply);
     if (status != TB_OK)
         tb__link_await_end(l);
+}
+
+/* The agent forgets a batch that it had nothing of before; else it goes on until the deadline, and this process can't
+ * tell what it has. Keeps the sentence. */
+static void give_up_registration(remote_batch *b) {
+    tb__saved_detail why = tb__save_detail();
+    if (!b->is_registered)
+        end_batch(b);
+    b->may_be_registered = b->is_registered;
+    tb__set_detail("%s", why.text);
+}
+
+tb_status tb__remote_batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled) {
+    remote_batch *b = (remote_batch *)batch;
+    tb__link_lock(b->world->link);
+    tb_status status = tb__remote_begin_cancellable(b->world, cancelled);
+    if (status == TB_OK)
+        status = tb__remote_register_locked(b, timeout_ms);
+    tb__link_cancelled = NULL;
+    if (status == TB_CANCELLED)
+        give_up_registration(b);
+    tb__link_unlock(b->world->link);
+    return status;
 }
 
 static void free_batch(remote_batch *b) {

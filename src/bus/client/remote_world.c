@@ -327,8 +327,23 @@ static tb_status new_pair(remote_world *w, const char *name, const char *group, 
     return status;
 }
 
+tb_status tb__remote_begin_cancellable(remote_world *w, const atomic_bool *cancelled) {
+    if (cancelled)
+        TB_TRY(tb__link_watch_wake(w->link));
+    tb__link_cancelled = cancelled;
+    return TB_OK;
+}
+
+/* Keeps the sentence of a failure before. */
+static void clean_up_pair(const remote_pair *p) {
+    tb__message m = {.kind = TB__CLEANUP_PAIR, .pair_name = p->name, .local_name = p->group};
+    tb__saved_detail why = tb__save_detail();
+    (void)tb__link_call(p->world->link, &m, NULL, 0, p->world->timeout_ms, "given the pair up", NULL);
+    tb__set_detail("%s", why.text);
+}
+
 tb_status tb__remote_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                                 const tb_pair_opts *opts, tb_pair **out) {
+                                 const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out) {
     remote_world *w = (remote_world *)world;
     tb_pair_opts o;
     remote_pair *p;
@@ -339,7 +354,12 @@ tb_status tb__remote_pair_create(tb_world *world, const char *name, const char *
     tb_status status = new_pair(w, name, o.group, remote_group, layout, &p);
     if (status == TB_OK) {
         LIST_INSERT_HEAD(&w->pairs, p, link);
-        status = init_pair(p, tb__remote_timeout(w, o.timeout_ms), o.no_wait);
+        status = tb__remote_begin_cancellable(w, cancelled);
+        if (status == TB_OK)
+            status = init_pair(p, tb__remote_timeout(w, o.timeout_ms), o.no_wait);
+        tb__link_cancelled = NULL;
+        if (status == TB_CANCELLED)
+            clean_up_pair(p);
         if (status != TB_OK) {
             LIST_REMOVE(p, link);
             free_pair(p);
@@ -385,13 +405,12 @@ void tb__remote_pair_destroy(tb_pair *pair) {
         if (!tb__remote_is_half_changed(w))
             tb__remote_pair_unref(p);
     } else {
-        tb__message m = {.kind = TB__CLEANUP_PAIR, .pair_name = p->name, .local_name = p->group};
         tb__link_lock(w->link);
         if (p->is_awaited)
             tb__link_drop_reply(w->link, p->seq);
         p->is_awaited = false;
         LIST_REMOVE(p, link);
-        (void)tb__link_call(w->link, &m, NULL, 0, w->timeout_ms, "given the pair up", NULL);
+        clean_up_pair(p);
         tb__remote_pair_unref(p);
         tb__link_unlock(w->link);
     }

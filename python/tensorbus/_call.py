@@ -1,0 +1,105 @@
+"""Calls of the library that wait for others: joining, pairing, registering."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Generator
+from ctypes import byref, c_void_p
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from ._c import lib
+from ._errors import Cancelled
+from ._handle import Handle, is_readable, readable, sleep_until_readable
+
+_T = TypeVar("_T", bound=Handle)
+_P = ParamSpec("_P")
+
+
+class Call(Handle, Generic[_T]):
+    """A thread of the library's makes the call; this waits for its descriptor, and can be awaited.
+
+    An exception, such as KeyboardInterrupt or the cancellation of a task, gives the call up, and so does closing its
+    owner, the bus or the batch. ``out`` is where the handle goes that the call makes; ``done`` is called at its end.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        owner: Handle | None,
+        result: _T,
+        out: c_void_p | None,
+        done: Callable[[], None],
+        begin: Callable[..., None],
+        *arguments: Any,
+    ) -> None:
+        super().__init__(what)
+        self._owner, self._result, self._done = owner, result, done
+        self._out = None if out is None else byref(out)
+        if owner is None:
+            begin(*arguments, byref(self._handle))
+            return
+        with owner._use() as handle:
+            owner._calls.append(self)  # before it begins: it is never lost, whatever interrupts this
+            begin(handle, *arguments, byref(self._handle))
+
+    def _look(self) -> int:
+        """-1 if it has ended well; raises its failure; else the descriptor."""
+        if self.is_closed:
+            raise Cancelled(f"{self._what} was given up: {self._owner!r} was closed")
+        with self._use() as call:
+            fd: int = lib.tb_call_fd(call)
+            if not is_readable(fd):
+                return fd
+            lib.tb_call_result(call, self._out)
+            self._done()
+            return -1
+
+    def wait(self) -> _T:
+        """Waits until it has ended, by its own deadline at the latest."""
+        try:
+            while (fd := self._look()) >= 0:
+                sleep_until_readable(fd)
+        finally:
+            self.close()
+        return self._result
+
+    def __await__(self) -> Generator[Any, None, _T]:
+        return self._await().__await__()
+
+    async def _await(self) -> _T:
+        try:
+            while (fd := self._look()) >= 0:
+                await readable(fd)
+        finally:
+            self.close()
+        return self._result
+
+    def close(self) -> None:
+        """Gives it up if it is under way."""
+        if handle := self._take():
+            lib.tb_call_destroy(handle)
+        if self._owner is not None and self in self._owner._calls:
+            self._owner._calls.remove(self)
+
+
+def waiting(name: str, begin: Callable[_P, Call[_T]]) -> Callable[_P, _T]:
+    """A function that waits for the call that ``begin`` makes; it has the same parameters and documentation."""
+
+    @functools.wraps(begin)
+    def wait(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return begin(*args, **kwargs).wait()
+
+    wait.__name__ = name
+    return wait
+
+
+def awaiting(name: str, begin: Callable[_P, Call[_T]]) -> Callable[_P, Coroutine[Any, Any, _T]]:
+    """The same for asyncio."""
+
+    @functools.wraps(begin)
+    async def wait(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return await begin(*args, **kwargs)
+
+    wait.__name__ = f"{name}_async"
+    wait.__doc__ = f"``{name}`` in asyncio."
+    return wait
