@@ -141,6 +141,8 @@ static tb_status claim_seat(tb__directory *d, const tb__store_deadline *deadline
 static void free_directory(tb__directory *d) {
     tb__store_close(d->store);
     tb__store_server_stop(d->server);
+    tb__directory_drop_summaries(d, true);
+    free(d->summaries.item);
     tb__directory_view_destroy(d->view);
     pthread_cond_destroy(&d->freed);
     pthread_mutex_destroy(&d->lock);
@@ -304,7 +306,7 @@ tb_status tb__directory_announce(tb__directory *directory, const void *contact, 
 tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out) {
     TB_TRY(tb__name_check("group", group));
     pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__directory_view_roster(directory->view, group, out);
+    tb_status status = tb__directory_view_roster(tb__directory_view_of(directory, group, NULL), group, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
 }
@@ -339,6 +341,10 @@ tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes) {
     pthread_mutex_lock(&directory->lock);
     int32_t count = tb__directory_view_count_contacts(directory->view, prefix, nbytes);
+    for (size_t i = 0; i < directory->summaries.count; i++) {
+        int32_t n = tb__directory_view_count_contacts(directory->summaries.item[i].view, prefix, nbytes);
+        count = n > count ? n : count;
+    }
     pthread_mutex_unlock(&directory->lock);
     return count;
 }
@@ -414,20 +420,30 @@ tb_status tb__directory_follow_all(tb__directory *directory, int timeout_ms) {
     return tb__directory_end_call(d, tb__directory_refresh_within(d, &deadline));
 }
 
-static tb_status write_hint(const tb__directory *d, const tb__store_deadline *deadline, const char *key,
-                            uint64_t state) {
-    char text[24];
-    int length = snprintf(text, sizeof text, "%016" PRIx64, state);
+static tb_status write_hint(tb__directory *d, const tb__store_deadline *deadline, const char *pair,
+                            const char *const groups[2], uint64_t state) {
+    char hint[TB__HINT_TEXT];
+    tb__pack summary = {0};
+    tb__hint_format(state, hint);
+    pthread_mutex_lock(&d->lock);
+    tb__summary_pack(&summary, tb__directory_view_entries(d->view), pair, groups, state);
+    pthread_mutex_unlock(&d->lock);
+    tb_status status = summary.failed ? TB_NO_MEMORY : tb__store_deadline_apply(deadline);
+    if (status == TB_OK)
+        status = tb__store_set(d->store, tb__key_of_summary(pair, groups[0]).text, summary.data, summary.count,
+                               TB__STORE_EPHEMERAL, NULL);
+    tb__pack_fini(&summary);
+    TB_TRY(status);
     TB_TRY(tb__store_deadline_apply(deadline));
-    return tb__store_set(d->store, key, text, (size_t)length, TB__STORE_EPHEMERAL, NULL);
+    return tb__store_set(d->store, tb__key_of_hint(pair, groups[0]).text, hint, strlen(hint), TB__STORE_EPHEMERAL,
+                         NULL);
 }
 
-tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *group, uint64_t state,
+tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *const groups[2], uint64_t state,
                              int timeout_ms) {
     tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
-    tb__key key = tb__key_of_hint(pair, group);
     TB_TRY(tb__directory_begin_call(directory, &deadline, true));
-    return tb__directory_end_call(directory, write_hint(directory, &deadline, key.text, state));
+    return tb__directory_end_call(directory, write_hint(directory, &deadline, pair, groups, state));
 }
 
 /* If another call is active, that one uses the store. */

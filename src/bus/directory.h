@@ -39,8 +39,8 @@ typedef struct tb__directory_opts {
      * is lost. May be NULL. */
     void (*changed)(void *arg);
     void *arg;
-    /* Rosters and notes are looked at when a hint changes (tb__directory_hint), and until tb__directory_follow_all not
-     * at other changes: of many ranks that make a pair, a few follow all changes, and tell the others when to look.
+    /* Until tb__directory_follow_all, rosters and notes are only looked at when a hint changes (tb__directory_hint): of
+     * many ranks that make a pair, a few follow all changes, and tell the others what has changed.
      * `is_lead`: whether this note of a group's first rank says that it does; NULL: none does. */
     bool only_hints;
     bool (*is_lead)(const tb__note *note);
@@ -117,8 +117,8 @@ typedef struct tb__notes {
 } tb__notes;
 
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
-/* False: what is known is older than the note that this process has published last, because it relies on a hint. */
-bool tb__directory_is_current(tb__directory *directory);
+/* False: what is known is older than this process's own note about the topic, because it relies on a hint. */
+bool tb__directory_is_current(tb__directory *directory, const char *topic);
 void tb__notes_fini(tb__notes *notes);
 
 /* Identifies the store: the same number on all processes that use it, and another one when an empty store has replaced
@@ -136,8 +136,9 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
 /* With only_hints, from this call on all changes are followed. TB_TIMEOUT
  * if the store does not answer; then what is known is old, but is followed later. */
 tb_status tb__directory_follow_all(tb__directory *directory, int timeout_ms);
-/* Changes the hint about a pair, as the first rank of one of its groups. */
-tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *group, uint64_t state,
+/* Changes the hint about a pair, as the first rank of the first of its groups, and tells with it what this process
+ * knows of the pair: the members of both groups, and the notes. */
+tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *const groups[2], uint64_t state,
                              int timeout_ms);
 
 /* For a caller that has waited long for entries of others: sends the store a request, which finds out whether the

@@ -99,6 +99,7 @@ tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entrie
         tb__directory_view *before = d->view;
         d->view = view;
         view = before;
+        tb__directory_drop_summaries(d, is_other_store);
     }
     d->is_silent = false;
     pthread_mutex_unlock(&d->lock);
@@ -158,7 +159,8 @@ static tb_status republish_all(tb__directory *d, const tb__store_deadline *deadl
     TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__directory_refresh(d, true));
     pthread_mutex_lock(&d->lock);
-    d->published = 0;
+    for (size_t i = 0; i < d->notes.count; i++)
+        d->notes.item[i].revision = 0;
     pthread_mutex_unlock(&d->lock);
     return TB_OK;
 }
@@ -241,20 +243,107 @@ static const char *choose_prefix(tb__directory *d) {
     return d->is_following_all ? TB__NOW : TB__HINTS;
 }
 
-/* Whether the view is as new as what the hint is about: the first ranks of both sides give the same one. */
+/* ---- Summaries -------------------------------------------------------------------------------------------------- */
+
+const tb__directory_view *tb__directory_view_of(const tb__directory *d, const char *group, const char *topic) {
+    const tb__directory_view *newest = d->view;
+    for (size_t i = 0; i < d->summaries.count; i++) {
+        const tb__summary *s = &d->summaries.item[i];
+        bool has_it =
+            topic ? strcmp(s->pair, topic) == 0 : strcmp(s->groups[0], group) == 0 || strcmp(s->groups[1], group) == 0;
+        if (has_it && tb__directory_view_revision(s->view) > tb__directory_view_revision(newest))
+            newest = s->view;
+    }
+    return newest;
+}
+
+void tb__directory_drop_summaries(tb__directory *d, bool are_all) {
+    for (size_t i = d->summaries.count; i-- > 0;) {
+        tb__summary *s = &d->summaries.item[i];
+        if (!are_all && tb__directory_view_revision(s->view) > tb__directory_view_revision(d->view))
+            continue;
+        tb__directory_view_destroy(s->view);
+        *s = d->summaries.item[--d->summaries.count];
+    }
+}
+
+/* Both first ranks of a pair give the same hint for the same state: one of them is enough. */
 static bool is_known_hint(tb__directory *d, const tb__store_value *hint) {
-    if (d->is_following_all || hint->nbytes == 0 || strcmp(hint->data, TB__HINT_INCOMPLETE) == 0)
-        return false;
+    char text[TB__HINT_TEXT];
+    bool is_known = false;
     pthread_mutex_lock(&d->lock);
-    bool is_known = tb__directory_view_has_hint(d->view, hint);
+    for (size_t i = 0; i < d->summaries.count && !d->is_following_all; i++) {
+        tb__hint_format(d->summaries.item[i].state, text);
+        is_known |= hint->nbytes == strlen(text) && memcmp(hint->data, text, hint->nbytes) == 0;
+    }
     pthread_mutex_unlock(&d->lock);
     return is_known;
 }
 
+static tb_status add_summary(tb__directory *d, const tb__summary *summary) {
+    pthread_mutex_lock(&d->lock);
+    for (size_t i = d->summaries.count; i-- > 0;) {
+        tb__summary *s = &d->summaries.item[i];
+        if (strcmp(s->pair, summary->pair) != 0)
+            continue;
+        tb__directory_view_destroy(s->view);
+        *s = d->summaries.item[--d->summaries.count];
+    }
+    bool is_added = tb__vec_push(&d->summaries, *summary);
+    pthread_mutex_unlock(&d->lock);
+    if (!is_added)
+        tb__directory_view_destroy(summary->view);
+    return is_added ? TB_OK : TB_NO_MEMORY;
+}
+
+static uint64_t summary_revision(tb__directory *d, const char *pair) {
+    uint64_t revision = 0;
+    pthread_mutex_lock(&d->lock);
+    for (size_t i = 0; i < d->summaries.count; i++)
+        revision = strcmp(d->summaries.item[i].pair, pair) == 0 ? d->summaries.item[i].revision : revision;
+    pthread_mutex_unlock(&d->lock);
+    return revision;
+}
+
+/* Reads the summary of a pair, unless it is known. `must_list`: it is not there, or malformed; or too long. */
+static tb_status read_summary(tb__directory *d, const tb__key_parts *note, bool is_hinted, bool *must_list) {
+    tb__store_value value = {0};
+    tb__summary summary = {0};
+    TB_TRY(tb__store_get(d->store, tb__key_of_summary(note->topic, note->group).text, &value));
+    bool is_new = value.data && value.revision != summary_revision(d, note->topic);
+    bool is_read = is_new && tb__summary_unpack(&value, note->topic, &summary);
+    if (is_new && !is_read)
+        tb__log(TB_LOG_WARN, "directory: the summary of pair '%s' by the first rank of group '%s' is malformed",
+                note->topic, note->group);
+    /* After a hint of the remote group's first rank, that of this group's may still come. */
+    *must_list |= value.data ? is_new && !summary.view : !is_hinted;
+    tb__store_value_fini(&value);
+    return summary.view ? add_summary(d, &summary) : TB_OK;
+}
+
+/* The i-th note of this process; false: there are no more. */
+static bool get_own_note(tb__directory *d, size_t i, tb__key_parts *out) {
+    pthread_mutex_lock(&d->lock);
+    bool is_there = i < d->notes.count && tb__key_split(d->notes.item[i].key, out);
+    pthread_mutex_unlock(&d->lock);
+    return is_there;
+}
+
+/* Of many ranks, those that lead none list the store only if nobody tells them what has changed. */
+static tb_status look_at_store(tb__directory *d, bool is_hinted) {
+    bool must_list = d->is_following_all;
+    tb__key_parts note;
+    for (size_t i = 0; !must_list && get_own_note(d, i, &note); i++)
+        TB_TRY(read_summary(d, &note, is_hinted, &must_list));
+    return must_list ? tb__directory_refresh(d, false) : TB_OK;
+}
+
+/* ---- Following -------------------------------------------------------------------------------------------------- */
+
 void *tb__directory_follow(void *directory) {
     tb__directory *d = directory;
     is_following = true;
-    uint64_t revision = 0;
+    uint64_t revision = 0, seen = 0; /* seen: the hints up to this revision */
     bool has_warned = false;
     int64_t looked_ms = 0;
     while (!is_closing(d)) {
@@ -268,16 +357,19 @@ void *tb__directory_follow(void *directory) {
         if (pause_ms > 0 && pause_ms <= COALESCE_MS && sleep_unless_closing(d, pause_ms))
             break;
         tb__store_value hint = {0};
-        tb_status status = tb__store_wait_value(d->store, choose_prefix(d), d->told, ROUND_MS, &revision, &hint);
-        bool is_known = status == TB_OK && is_known_hint(d, &hint);
+        const char *prefix = choose_prefix(d);
+        uint64_t since = !d->is_following_all && seen > d->told ? seen : d->told;
+        tb_status status = tb__store_wait_value(d->store, prefix, since, ROUND_MS, &revision, &hint);
+        bool is_known = status == TB_OK && is_known_hint(d, &hint), is_hinted = hint.nbytes > 0;
         tb__store_value_fini(&hint);
         if (is_known)
-            d->told = revision;
+            seen = revision;
         if (is_known || status == TB_TIMEOUT)
             continue;
         if (status == TB_OK && viewed_revision(d) < revision) {
             looked_ms = tb__now_ms();
-            status = tb__directory_refresh(d, false);
+            status = look_at_store(d, is_hinted);
+            seen = status == TB_OK ? revision : seen;
         }
         if (status == TB_LOST) {
             tb__directory_set_state(d, TB_LOST);
@@ -285,6 +377,7 @@ void *tb__directory_follow(void *directory) {
                 break;
             notify_changed(d);
             bool is_back = rejoin_until_closed(d);
+            seen = 0; /* revisions of another store */
             if (is_closing(d))
                 break;
             notify_changed(d);

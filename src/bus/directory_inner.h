@@ -6,7 +6,7 @@
 #include "base/mem.h"
 #include "base/process.h"
 #include "bus/directory_claim.h"
-#include "bus/directory_view.h"
+#include "bus/directory_summary.h"
 #include "bus/store/server.h"
 
 #include <unistd.h>
@@ -15,6 +15,7 @@ typedef struct tb__own_note {
     char *key;
     void *data; /* NULL: its first write is not confirmed */
     size_t nbytes;
+    uint64_t revision; /* of the last write; 0: to another store. Guarded by the lock */
     bool is_withdrawn; /* it has to be deleted from the store; guarded by the lock */
 } tb__own_note;
 
@@ -44,16 +45,16 @@ struct tb__directory {
     bool is_closing;
     bool must_follow; /* all changes under "now/" have to be followed, not only the hints */
     bool is_following_all;
-    uint64_t published; /* the revision of the note that this process has written last; 0: none, or to another store */
-    bool is_silent;     /* the last request to the store had no answer in time */
-    pthread_t helper;   /* deletes notes that could not be deleted when they were withdrawn */
+    bool is_silent;   /* the last request to the store had no answer in time */
+    pthread_t helper; /* deletes notes that could not be deleted when they were withdrawn */
     bool has_helper;
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
-    bool has_warned;       /* about the loss */
-    char mark[33];         /* the random text under the key "mark", which every store has */
-    uint64_t store_number; /* its hash */
-    tb__directory_view *view;
+    bool has_warned;               /* about the loss */
+    char mark[33];                 /* the random text under the key "mark", which every store has */
+    uint64_t store_number;         /* its hash */
+    tb__directory_view *view;      /* what was listed last */
+    TB_VEC(tb__summary) summaries; /* that were read since */
 };
 
 /* Sets the state; for a failure, tb_error_detail is the reason. */
@@ -63,6 +64,11 @@ void tb__directory_set_state(tb__directory *d, tb_status state);
 tb_status tb__directory_refresh(tb__directory *d, bool is_other_store);
 /* The same with what was listed. */
 tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entries, bool is_other_store);
+
+/* The newest view that has the group or the notes about the topic; the other one is NULL. With the lock held. */
+const tb__directory_view *tb__directory_view_of(const tb__directory *d, const char *group, const char *topic);
+/* Forgets those that are not newer than the view, or all of them. With the lock held, or when no thread is left. */
+void tb__directory_drop_summaries(tb__directory *d, bool are_all);
 
 /* Sets store_number. By the active call. */
 tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadline *deadline);

@@ -74,17 +74,33 @@ tb__key tb__key_of_seat(const char *group, int32_t index) {
     return key;
 }
 
-tb__key tb__key_of_note(const char *topic, const char *group, int32_t index) {
+tb__key tb__key_of_topic(const char *topic) {
     tb__key key = {0};
-    append_index(append_escaped_name(append_escaped_name(append_text(key.text, TB__NOW "notes/"), topic), group),
-                 index);
+    append_escaped_name(append_text(key.text, TB__NOW "notes/"), topic);
     return key;
 }
 
-tb__key tb__key_of_hint(const char *pair, const char *group) {
+/* PREFIX/NAME/GROUP/INDEX */
+static tb__key key_of_seat_in(const char *prefix, const char *name, const char *group, int32_t index) {
     tb__key key = {0};
-    append_index(append_escaped_name(append_escaped_name(append_text(key.text, TB__HINTS), pair), group), 0);
+    append_index(append_escaped_name(append_escaped_name(append_text(key.text, prefix), name), group), index);
     return key;
+}
+
+tb__key tb__key_of_note(const char *topic, const char *group, int32_t index) {
+    return key_of_seat_in(TB__NOW "notes/", topic, group, index);
+}
+
+tb__key tb__key_of_hint(const char *pair, const char *group) {
+    return key_of_seat_in(TB__HINTS, pair, group, 0);
+}
+
+tb__key tb__key_of_summary(const char *pair, const char *group) {
+    return key_of_seat_in("summaries/", pair, group, 0);
+}
+
+void tb__hint_format(uint64_t state, char out[TB__HINT_TEXT]) {
+    snprintf(out, TB__HINT_TEXT, "%016" PRIx64, state);
 }
 
 tb_status tb__key_of_decision(const char *question, tb__key *out) {

@@ -7,8 +7,9 @@
  *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
  *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat_record
  *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are
- *   now/pairs/PAIR/GROUP/0        ephemeral: changes when ranks that make the pair have to look at the notes; written
- *                                 by the first rank of the group
+ *   now/pairs/PAIR/GROUP/0        ephemeral: a hint, which changes when ranks that make the pair have to look at the
+ *                                 notes; written by the first rank of the group
+ *   summaries/PAIR/GROUP/0        ephemeral: what it knows of the pair then; see tb__summary
  *
  * All that is followed lies under "now/". In names '~' is written "~0" and '/' "~1", as in JSON pointers. */
 #ifndef TB_BUS_DIRECTORY_KEYS_H
@@ -19,8 +20,6 @@
 
 #define TB__NOW   "now/"
 #define TB__HINTS TB__NOW "pairs/"
-/* The hint while ranks are missing: it may stand for another state every time. */
-#define TB__HINT_INCOMPLETE "0000000000000000"
 
 enum { TB__MAX_HOST = 64 };
 
@@ -38,7 +37,13 @@ tb__key tb__key_of_block(const char *group, int32_t size);
 tb__key tb__key_of_group(const char *group); /* the prefix of its seats */
 tb__key tb__key_of_seat(const char *group, int32_t index);
 tb__key tb__key_of_hint(const char *pair, const char *group);
+tb__key tb__key_of_summary(const char *pair, const char *group);
+tb__key tb__key_of_topic(const char *topic); /* the prefix of the notes about it */
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index);
+
+/* A hint as text. */
+enum { TB__HINT_TEXT = 24 };
+void tb__hint_format(uint64_t state, char out[TB__HINT_TEXT]);
 
 /* The question is used verbatim. */
 tb_status tb__key_of_decision(const char *question, tb__key *out);

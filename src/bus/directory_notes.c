@@ -91,9 +91,10 @@ static bool has_withdrawn_notes(const tb__directory *d) {
     return is_owing;
 }
 
+/* One that only follows hints lists when it publishes the note again, if then. */
 static tb_status delete_withdrawn_and_refresh(tb__directory *d, const tb__store_deadline *deadline) {
     TB_TRY(tb__directory_delete_withdrawn(d, deadline));
-    return tb__directory_refresh_within(d, deadline);
+    return tb__directory_must_follow(d) ? tb__directory_refresh_within(d, deadline) : TB_OK;
 }
 
 static void *withdraw_thread(void *arg) {
@@ -159,7 +160,7 @@ static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline
     TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_set(d->store, key, request->data, request->nbytes, TB__STORE_EPHEMERAL, &revision));
     pthread_mutex_lock(&d->lock);
-    d->published = revision;
+    find_own_note(d, key)->revision = revision;
     pthread_mutex_unlock(&d->lock);
     TB_TRY(look_at_lead(d, deadline, request, &is_relied_on));
     if (is_relied_on)
@@ -272,9 +273,15 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
     return status;
 }
 
-bool tb__directory_is_current(tb__directory *directory) {
+bool tb__directory_is_current(tb__directory *directory, const char *topic) {
+    tb__key prefix = tb__key_of_topic(topic);
+    bool is_current = true;
     pthread_mutex_lock(&directory->lock);
-    bool is_current = tb__directory_view_revision(directory->view) >= directory->published;
+    uint64_t revision = tb__directory_view_revision(tb__directory_view_of(directory, NULL, topic));
+    for (size_t i = 0; i < directory->notes.count; i++) {
+        const tb__own_note *note = &directory->notes.item[i];
+        is_current &= note->revision <= revision || strncmp(note->key, prefix.text, strlen(prefix.text)) != 0;
+    }
     pthread_mutex_unlock(&directory->lock);
     return is_current;
 }
@@ -282,7 +289,7 @@ bool tb__directory_is_current(tb__directory *directory) {
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
     TB_TRY(tb__name_check("topic", topic));
     pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__directory_view_notes(directory->view, topic, out);
+    tb_status status = tb__directory_view_notes(tb__directory_view_of(directory, NULL, topic), topic, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
 }

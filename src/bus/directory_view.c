@@ -24,7 +24,6 @@ struct tb__directory_view {
     tb__arena names;
     TB_VEC(seat_entry) seats; /* of members that have announced themselves; by group, then index */
     TB_VEC(note_entry) notes; /* by topic, group, index */
-    TB_VEC(const tb__store_value *) hints;
     const tb__seat_record **by_rank;
 };
 
@@ -73,7 +72,7 @@ static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry
     tb__key_parts key;
     tb__seat_record seat;
     if (strncmp(entry->key, TB__HINTS, strlen(TB__HINTS)) == 0)
-        return tb__vec_push(&view->hints, &entry->value) ? TB_OK : TB_NO_MEMORY;
+        return TB_OK;
     bool is_key = tb__key_split(entry->key, &key);
     if (is_key && key.is_note && entry->value.nbytes <= TB__DIRECTORY_MAX_NOTE)
         return add_note_entry(view, &key, &entry->value);
@@ -126,7 +125,6 @@ void tb__directory_view_destroy(tb__directory_view *view) {
     tb__arena_fini(&view->names);
     free(view->seats.item);
     free(view->notes.item);
-    free(view->hints.item);
     free(view->by_rank);
     free(view);
 }
@@ -135,13 +133,8 @@ uint64_t tb__directory_view_revision(const tb__directory_view *view) {
     return view->entries.revision;
 }
 
-bool tb__directory_view_has_hint(const tb__directory_view *view, const tb__store_value *value) {
-    for (size_t i = 0; i < view->hints.count; i++) {
-        const tb__store_value *hint = view->hints.item[i];
-        if (hint->nbytes == value->nbytes && memcmp(hint->data, value->data, value->nbytes) == 0)
-            return true;
-    }
-    return false;
+const tb__store_entries *tb__directory_view_entries(const tb__directory_view *view) {
+    return &view->entries;
 }
 
 int32_t tb__directory_view_next_rank(const tb__directory_view *view) {

@@ -13,8 +13,8 @@ void tb__directory_view_destroy(tb__directory_view *view);
 
 uint64_t tb__directory_view_revision(const tb__directory_view *view);
 
-/* Whether a hint had this value. */
-bool tb__directory_view_has_hint(const tb__directory_view *view, const tb__store_value *value);
+/* What it was made from. */
+const tb__store_entries *tb__directory_view_entries(const tb__directory_view *view);
 
 int32_t tb__directory_view_next_rank(const tb__directory_view *view); /* one more than the highest rank */
 

@@ -227,7 +227,8 @@ static bool evaluate_requests(pairing *m) {
     bool is_complete[2] = {false, false};
     m->missing[0] = '\0';
     m->is_complete = false;
-    if (!tb__directory_is_current(m->pair->world->directory)) { /* notes of an earlier pair of this name */
+    if (!tb__directory_is_current(m->pair->world->directory,
+                                  m->pair->name)) { /* notes of an earlier pair of this name */
         snprintf(m->missing, sizeof m->missing, "the first rank of group '%.100s' has not told that all have come",
                  m->pair->sides[m->pair->side].group);
         return false;
@@ -294,30 +295,36 @@ static uint64_t hash_state(tb_pair *pair) {
 }
 
 static void send_hint(const tb_pair *pair, uint64_t state) {
-    if (tb__directory_hint(pair->world->directory, pair->name, pair->sides[pair->side].group, state, HINT_MS) != TB_OK)
+    const char *groups[2] = {pair->sides[pair->side].group, pair->sides[!pair->side].group};
+    if (tb__directory_hint(pair->world->directory, pair->name, groups, state, HINT_MS) != TB_OK)
         tb__log(TB_LOG_INFO, "the ranks of pair '%s' do not hear that it has changed: %s", pair->name,
                 tb_error_detail());
 }
 
+typedef struct pair_names {
+    char pair[TB__DIRECTORY_MAX_NAME + 1], groups[2][TB__DIRECTORY_MAX_NAME + 1]; /* this process's group first */
+} pair_names;
+
 /* The first pair of this process as a lead whose state the others do not know. */
-static bool find_changed_pair(tb_world *world, char *name, char *group, uint64_t *state) {
+static bool find_changed_pair(tb_world *world, pair_names *names, uint64_t *state) {
     bool is_found = false;
     tb__loop_lock(world->loop);
     for (tb_pair *pair = world->pairs; pair && !is_found; pair = pair->next) {
         if (pair->index != 0 || (*state = hash_state(pair)) == pair->hinted)
             continue;
         is_found = true;
-        snprintf(name, TB__DIRECTORY_MAX_NAME + 1, "%s", pair->name);
-        snprintf(group, TB__DIRECTORY_MAX_NAME + 1, "%s", pair->sides[pair->side].group);
+        snprintf(names->pair, sizeof names->pair, "%s", pair->name);
+        for (int i = 0; i < 2; i++)
+            snprintf(names->groups[i], sizeof names->groups[i], "%s", pair->sides[pair->side ^ i].group);
     }
     tb__loop_unlock(world->loop);
     return is_found;
 }
 
-static void set_hinted(tb_world *world, const char *name, const char *group, uint64_t state) {
+static void set_hinted(tb_world *world, const pair_names *names, uint64_t state) {
     tb__loop_lock(world->loop);
     for (tb_pair *pair = world->pairs; pair; pair = pair->next) {
-        if (strcmp(pair->name, name) == 0 && strcmp(pair->sides[pair->side].group, group) == 0)
+        if (strcmp(pair->name, names->pair) == 0 && strcmp(pair->sides[pair->side].group, names->groups[0]) == 0)
             pair->hinted = state;
     }
     tb__loop_unlock(world->loop);
@@ -325,15 +332,17 @@ static void set_hinted(tb_world *world, const char *name, const char *group, uin
 
 /* A store that does not answer is asked again; one that is lost, when it is back, by the next call. */
 void tb__pairs_hint(tb_world *world) {
-    char name[TB__DIRECTORY_MAX_NAME + 1], group[TB__DIRECTORY_MAX_NAME + 1];
+    pair_names names;
     uint64_t state;
     tb_status status = TB_OK;
-    while ((status == TB_OK || status == TB_TIMEOUT) && find_changed_pair(world, name, group, &state)) {
-        status = tb__directory_hint(world->directory, name, group, state, HINT_MS);
+    while ((status == TB_OK || status == TB_TIMEOUT) && find_changed_pair(world, &names, &state)) {
+        const char *groups[2] = {names.groups[0], names.groups[1]};
+        status = tb__directory_hint(world->directory, names.pair, groups, state, HINT_MS);
         if (status == TB_OK)
-            set_hinted(world, name, group, state);
+            set_hinted(world, &names, state);
         else
-            tb__log(TB_LOG_INFO, "the ranks of pair '%s' do not hear that it has changed: %s", name, tb_error_detail());
+            tb__log(TB_LOG_INFO, "the ranks of pair '%s' do not hear that it has changed: %s", names.pair,
+                    tb_error_detail());
     }
 }
 
