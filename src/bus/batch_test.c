@@ -160,6 +160,50 @@ static void test_disagreement_is_found_by_all(void **state) {
         run_ranks(differ, 2, 2, &ways[i]);
 }
 
+/* b 0 fails at once, by the manifests that came before it, so a 0 never gets the manifest of b 0. Then one of the sides
+ * destroys the batch and registers it again before the other has. */
+static void register_again(rank *r) {
+    bool is_first = is_a(r) == (strcmp(r->scene->shared, "a") == 0);
+    tb_pair *pair;
+    tb_batch *batch;
+    uint32_t data[64] = {0};
+    tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 2, .shape = {4, 4}};
+    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = is_a(r) && r->index == 1 ? 4096 : 8192};
+    make_pair(r, is_a(r) ? ROWS : ALONE, &pair);
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    check_ok(tb_batch_add(batch, pair, "x", &t));
+    if (!is_a(r))
+        meet(r);
+    check_fails(tb_batch_register(batch, 0), TB_CONFLICT, "have different bucket sizes");
+    if (is_a(r))
+        meet(r);
+    else
+        tb_batch_destroy(batch);
+    meet(r);
+    if (!is_first)
+        tb__sleep_ms(100); /* until the other side has sent its manifests */
+    if (is_a(r))
+        tb_batch_destroy(batch);
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    check_ok(tb_batch_add(batch, pair, "x", &t));
+    check_ok(tb_batch_register(batch, 0));
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+/* In the manual world of b 0, its first manifest is delivered while it registers the second time: to itself only. */
+static void test_one_side_registers_again_first(void **state) {
+    (void)state;
+    const char *first[] = {"a", "b"};
+    for (int i = 0; i < 4; i++) {
+        scene s;
+        scene_init(&s);
+        s.is_b_manual = i >= 2;
+        run_ranks_in(&s, register_again, 2, 1, first[i % 2]);
+    }
+}
+
 static void missing_rank(rank *r) {
     setup s;
     make_pair(r, ROWS, &s.pair);
@@ -443,6 +487,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_what_can_not_be_added),
         cmocka_unit_test(test_disagreement_is_found_by_all),
+        cmocka_unit_test(test_one_side_registers_again_first),
         cmocka_unit_test(test_timeout_names_who_is_missing),
         cmocka_unit_test(test_dtypes_may_differ),
         cmocka_unit_test(test_pairs_with_different_ranks),

@@ -50,6 +50,7 @@ struct scene {
     const char *const *hosts; /* of the ranks, between which there is ucx; NULL: all are on this one */
     const char *transport;    /* all of them use this one; NULL: what is best */
     bool is_manual;           /* their worlds are */
+    bool is_b_manual;         /* those of group "b" are */
     int64_t plan_bytes;       /* of their worlds; 0: the default */
     int timeout_ms;           /* likewise; 0: PATIENCE_MS */
 };
@@ -133,7 +134,7 @@ static inline void *rank_main(void *arg) {
         const scene *s = r->scene;
         tb_world_opts opts = {.size = sizeof opts,
                               .timeout_ms = s->timeout_ms ? s->timeout_ms : PATIENCE_MS,
-                              .manual = s->is_manual,
+                              .manual = s->is_manual || (s->is_b_manual && r->group[0] == 'b'),
                               .plan_bytes = s->plan_bytes,
                               .transport = s->transport ? s->transport
                                            : s->hosts   ? "ucx"

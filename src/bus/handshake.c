@@ -287,8 +287,7 @@ void tb__handshake_leave(tb__handshake *handshake, const tb__pack *goodbye) {
     tb__pack_raw(&message, goodbye->data, goodbye->count);
     message.failed |= goodbye->failed;
     for (size_t i = 0; i < handshake->npeers; i++) {
-        /* this process included: its own manifest may still be on the way */
-        if (i == handshake->self || is_near(handshake, i))
+        if (is_near(handshake, i))
             send_gone(handshake, i, handshake->self, handshake->port.id, &message);
     }
     tb__pack_fini(&message);
@@ -408,6 +407,11 @@ static void lose_replaced(const tb__handshake *handshake, const tb__early_manife
         tb__peer_report_lost(handshake->peers[i], "another process has taken its place");
 }
 
+/* After a failure, a peer that has said goodbye to this handshake sends its next manifest for another one. */
+static bool is_for_next(const tb__handshake *handshake, size_t at, uint32_t port) {
+    return handshake->status != TB_OK && handshake->gone_ports[at] != 0 && handshake->gone_ports[at] != port;
+}
+
 static void on_manifests(tb_world *world, const char *key, tb__peer *from, tb__unpack *message) {
     tb__handshake *handshake = find_handshake(world, key);
     uint32_t port = tb__unpack_u32(message);
@@ -421,13 +425,16 @@ static void on_manifests(tb_world *world, const char *key, tb__peer *from, tb__u
             tb__log(TB_LOG_WARN, "%s sent truncated manifests about '%s'", from->label, key);
             return;
         }
+        if (row.rank == world->rank && (!handshake || row.port != handshake->port.id))
+            continue; /* our own, of an earlier handshake: it was delivered after we left, and must not go any further
+                       */
         const tb__peer *peer = tb__loop_find_peer(world->loop, row.rank, row.incarnation);
         size_t at = handshake && peer ? tb__handshake_find(handshake, peer) : TB__NOWHERE;
         if (at == TB__NOWHERE && sender != TB__NOWHERE)
             lose_replaced(handshake, &row);
         if (at != TB__NOWHERE && (sender == TB__NOWHERE || !may_speak_for(handshake, sender, at)))
             continue;
-        if (at != TB__NOWHERE && handshake->ports[at] == 0) {
+        if (at != TB__NOWHERE && handshake->ports[at] == 0 && !is_for_next(handshake, at, row.port)) {
             take_manifest(handshake, at, &row);
         } else if (port == 0 && (at == TB__NOWHERE || handshake->ports[at] != row.port)) {
             keep_early_manifest(world, &row);
