@@ -210,10 +210,12 @@ tb__engine_manifest tb__engine_unpack_manifest(tb__unpack *manifest) {
 
 /* Ranks may register several pairs at once that the lead has registered one after the other: its last nonce counts. A
  * lead that was lost, and has come back as another process, counts from 1 again. */
-void tb__engine_on_agreed(tb__engine_part *part, const tb__engine_manifest *ranks) {
+void tb__engine_on_agreed(tb__engine_part *part) {
     tb__engine *engine = part->engine;
     const tb__pair_side *side = &part->exchange->pair->sides[!part->src];
-    if (engine->peers && !engine->peers[0]->is_lost && ranks[0].epoch < engine->epoch)
+    const tb__exchange_seat *seats = part->exchange->sides[!part->src].seats;
+    const tb__engine_manifest *lead = &seats[0].engine;
+    if (engine->peers && !engine->peers[0]->is_lost && lead->epoch < engine->epoch)
         return;
     tb__peer **peers = tb__memdup(side->peers, (size_t)side->size, sizeof(tb__peer *));
     if (!peers) {
@@ -226,15 +228,15 @@ void tb__engine_on_agreed(tb__engine_part *part, const tb__engine_manifest *rank
     }
     free(engine->peers);
     engine->peers = peers;
-    bool is_new = !tb__nonces_equal(&engine->nonce, &ranks[0].nonce);
+    bool is_new = !tb__nonces_equal(&engine->nonce, &lead->nonce);
     for (size_t i = engine->vectors.count; i-- > 0 && is_new;) {
         if (tb__nonces_equal(&engine->vectors.item[i].nonce, &engine->nonce)) /* nobody takes them any more */
             drop_vector(engine, i);
     }
-    engine->nonce = ranks[0].nonce;
-    engine->epoch = ranks[0].epoch;
+    engine->nonce = lead->nonce;
+    engine->epoch = lead->epoch;
     for (int32_t i = 0; i < side->size; i++)
-        engine->ports[i] = ranks[i].port;
+        engine->ports[i] = seats[i].engine.port;
     size_t n = engine->early.count;
     for (size_t i = 0; i < n; i++) { /* those that are still early come behind */
         struct tb__early_message early = engine->early.item[i];

@@ -120,8 +120,8 @@ typedef struct tb__engine_manifest {
 } tb__engine_manifest;
 void tb__engine_pack_manifest(const tb__engine *engine, tb__pack *pack);
 tb__engine_manifest tb__engine_unpack_manifest(tb__unpack *manifest);
-/* All ranks of the exchange have agreed. `ranks` are the manifests of the engine's, by seat. */
-void tb__engine_on_agreed(tb__engine_part *part, const tb__engine_manifest *ranks);
+/* All ranks of the exchange have agreed. */
+void tb__engine_on_agreed(tb__engine_part *part);
 
 /* The next part after the i-th candidate; NULL: there are no more. Begin with 0. */
 tb__engine_part *tb__engine_next_part(const tb__engine *engine, size_t *i);

@@ -201,7 +201,7 @@ static void on_manifest_confirmed(tb__handshake *handshake, size_t at);
 static void on_exchange_peer_lost(tb__port *port, tb__peer *peer) {
     tb__exchange *exchange = (tb__exchange *)port;
     size_t at = tb__handshake_find(&exchange->handshake, peer);
-    if (at == TB__NOWHERE || exchange->handshake.is_gone[at])
+    if (at == TB__NOWHERE || exchange->handshake.ranks[at].is_gone)
         return;
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
@@ -222,11 +222,8 @@ static tb_status init_exchange(tb__exchange *exchange) {
         size_t size = (size_t)exchange->pair->sides[side].size;
         TB_TRY(collect_own_tensors(exchange, side));
         TB_TRY(number_seats(exchange, side));
-        s->hashes = tb__calloc(size, sizeof *s->hashes);
-        s->bucket_size = tb__calloc(size, sizeof *s->bucket_size);
-        s->has_come = tb__calloc(size, sizeof *s->has_come);
-        s->engines = tb__calloc(size, sizeof *s->engines);
-        if (!s->hashes || !s->bucket_size || !s->has_come || !s->engines)
+        s->seats = tb__calloc(size, sizeof *s->seats);
+        if (!s->seats)
             return TB_NO_MEMORY;
     }
     for (int src = 0; src < 2; src++)
@@ -274,10 +271,7 @@ static void exchange_side_fini(tb__exchange_side *s) {
     free(s->seat_of);
     free(s->own.item);
     free(s->tensors.item);
-    free(s->hashes);
-    free(s->bucket_size);
-    free(s->has_come);
-    free(s->engines);
+    free(s->seats);
 }
 
 void tb__exchange_destroy(tb__exchange *exchange) {
@@ -322,7 +316,7 @@ static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *me
 static tb_status check_all_seats_added(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
-            if (!exchange->sides[side].has_come[i])
+            if (!exchange->sides[side].seats[i].has_come)
                 return tb__fail(TB_CONFLICT, "%s has added no tensors to %s as %s %" PRId32,
                                 exchange->pair->sides[side].peers[i]->label, exchange->what,
                                 exchange->pair->sides[side].group, i);
@@ -335,7 +329,7 @@ static tb_status check_all_seats_added(const tb__exchange *exchange) {
 const tb__peer *tb__exchange_find_missing(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
-            if (!tb__exchange_list(&exchange->sides[side], exchange->sides[side].hashes[i]))
+            if (!tb__exchange_list(&exchange->sides[side], exchange->sides[side].seats[i].hash))
                 return exchange->pair->sides[side].peers[i];
         }
     }
@@ -367,9 +361,9 @@ static void join_engines(tb__exchange *exchange, int side) {
     const tb__exchange_side *s = &exchange->sides[side];
     uint64_t *nsends = &exchange->batch->nsends;
     for (int32_t seat = 0; exchange->sides[!side].is_here && seat < exchange->pair->sides[side].size; seat++)
-        *nsends = s->engines[seat].taken > *nsends ? s->engines[seat].taken : *nsends;
+        *nsends = s->seats[seat].engine.taken > *nsends ? s->seats[seat].engine.taken : *nsends;
     if (exchange->receives[!side].engine)
-        tb__engine_on_agreed(&exchange->receives[!side], s->engines);
+        tb__engine_on_agreed(&exchange->receives[!side]);
 }
 
 /* When all peers are confirmed and all lists are here: merges them and makes the flows. */
@@ -409,7 +403,7 @@ static void try_agree(tb__exchange *exchange) {
     }
     exchange->backlog.count = 0;
     for (size_t i = 0; i < exchange->handshake.npeers; i++) {
-        if (exchange->handshake.is_gone[i])
+        if (exchange->handshake.ranks[i].is_gone)
             tb__exchange_report_gone(exchange, i);
     }
     tb__loop_signal(exchange->world->loop);
@@ -497,14 +491,14 @@ static const char *seat_name(const tb__exchange *exchange, int side, int32_t sea
 /* All seats of a side are compared with the first one that was confirmed. */
 static tb_status check_bucket_size(tb__exchange *exchange, int side, int32_t seat) {
     tb__exchange_side *s = &exchange->sides[side];
-    if (s->compared < 0 || !s->has_come[s->compared])
+    if (s->compared < 0 || !s->seats[s->compared].has_come)
         s->compared = seat;
-    if (s->bucket_size[s->compared] == s->bucket_size[seat])
+    if (s->seats[s->compared].bucket_size == s->seats[seat].bucket_size)
         return TB_OK;
     int32_t a = s->compared < seat ? s->compared : seat, b = s->compared < seat ? seat : s->compared;
     return tb__fail(TB_CONFLICT, "%s and %s have different bucket sizes for %s: %" PRId64 " and %" PRId64,
-                    seat_name(exchange, side, a), seat_name(exchange, side, b), exchange->what, s->bucket_size[a],
-                    s->bucket_size[b]);
+                    seat_name(exchange, side, a), seat_name(exchange, side, b), exchange->what, s->seats[a].bucket_size,
+                    s->seats[b].bucket_size);
 }
 
 static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from, tb__unpack *u) {
@@ -517,11 +511,7 @@ static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from
         return tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %sside %u, seat %u, bucket size %" PRId64,
                         from->label, exchange->what, u->failed ? "truncated, " : "", (unsigned)side, (unsigned)seat,
                         bucket_size);
-    tb__exchange_side *s = &exchange->sides[side];
-    s->has_come[seat] = true;
-    s->hashes[seat] = hash;
-    s->bucket_size[seat] = bucket_size;
-    s->engines[seat] = engine;
+    exchange->sides[side].seats[seat] = (tb__exchange_seat){true, hash, bucket_size, engine};
     return TB_OK;
 }
 
@@ -550,7 +540,7 @@ static void on_manifest_confirmed(tb__handshake *handshake, size_t at) {
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++) {
         int32_t seat = exchange->sides[side].seat_of[at];
-        if (seat >= 0 && exchange->sides[side].has_come[seat])
+        if (seat >= 0 && exchange->sides[side].seats[seat].has_come)
             status = check_bucket_size(exchange, side, seat);
     }
     if (status == TB_OK && handshake->nunconfirmed == 0)

@@ -49,23 +49,28 @@ typedef struct tb__side_tensor {
     const tb_layout *layout;      /* in bus ranks */
 } tb__side_tensor;
 
+/* What the manifest of a seat says. */
+typedef struct tb__exchange_seat {
+    bool has_come;
+    uint64_t hash; /* of its list */
+    int64_t bucket_size;
+    tb__engine_manifest engine;
+} tb__exchange_seat;
+
 typedef struct tb__exchange_side {
     bool is_here;                         /* this process is on it */
     int32_t index;                        /* its seat */
     TB_VEC(const tb__added_tensor *) own; /* the tensors it has added, by name, in the order of its list */
     uint64_t hash;                        /* of its list */
-    uint64_t *hashes;                     /* by seat */
-    int64_t *bucket_size;                 /* by seat */
-    bool *has_come;                       /* by seat */
-    int32_t *seat_of;                     /* by peer: its seat, or -1 */
-    int32_t compared;                     /* the seat that others' bucket sizes are compared with; -1: none */
-    tb__index wanted;                     /* hashes of lists that a lead has asked for */
-    bool are_lists_sent;                  /* by this lead, to the other one */
-    tb__engine_manifest *engines;         /* by seat */
-    TB_VEC(tb__tensor_list) lists;        /* each once */
-    tb__index by_hash;                    /* of the lists */
-    TB_VEC(tb__side_tensor) tensors;      /* by name; once all lists are there */
-    tb_commit commit;                     /* when it receives */
+    tb__exchange_seat *seats;
+    int32_t *seat_of;                /* by peer: its seat, or -1 */
+    int32_t compared;                /* the seat that others' bucket sizes are compared with; -1: none */
+    tb__index wanted;                /* hashes of lists that a lead has asked for */
+    bool are_lists_sent;             /* by this lead, to the other one */
+    TB_VEC(tb__tensor_list) lists;   /* each once */
+    tb__index by_hash;               /* of the lists */
+    TB_VEC(tb__side_tensor) tensors; /* by name; once all lists are there */
+    tb_commit commit;                /* when it receives */
 } tb__exchange_side;
 
 /* The shadow of a quantised tensor: where it is received before it is committed. */

@@ -101,7 +101,7 @@ static tb_status matching_init(matching *m, const tb__exchange *exchange) {
         bool *is_taken = tb__calloc(s->lists.count, sizeof *is_taken);
         tb_status status = is_taken ? TB_OK : TB_NO_MEMORY;
         for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
-            const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+            const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
             bool *taken = &is_taken[list - s->lists.item];
             if (!*taken)
                 status = collect_list(m, list);
@@ -248,7 +248,7 @@ static tb_status create_exchange_flow(tb__exchange *exchange, int src, tb__flow_
                           .hosts = exchange->hosts,
                           .nhosts = exchange->nhosts,
                           .what = exchange->what,
-                          .bucket_size = exchange->sides[src].bucket_size[0],
+                          .bucket_size = exchange->sides[src].seats[0].bucket_size,
                           .staging_bytes = exchange->staging_bytes,
                           .own_staging_bytes = o->staging_bytes,
                           .max_in_flight = o->max_in_flight,

@@ -43,7 +43,7 @@ static void forget_manifest(tb__exchange *exchange, size_t at) {
     for (int side = 0; side < 2; side++) {
         tb__exchange_side *s = &exchange->sides[side];
         if (s->seat_of[at] >= 0)
-            s->has_come[s->seat_of[at]] = false;
+            s->seats[s->seat_of[at]].has_come = false;
         tb__index_clear(&s->wanted); /* it may have been asked for one */
         s->are_lists_sent = false;
     }

@@ -6,10 +6,8 @@
  *   lead -> member       all lists but the member's own, after the manifests */
 #include "bus/exchange.h"
 
-static tb_status send_list(const tb__exchange *exchange, int side, const tb__tensor_list *list, tb__peer *to,
-                           uint32_t port) {
+static tb_status send_list(int side, const tb__tensor_list *list, tb__peer *to, uint32_t port) {
     tb__pack pack = {0};
-    (void)exchange;
     tb__pack_u32(&pack, TB__EXCHANGE_LIST);
     tb__pack_u32(&pack, (uint32_t)side);
     tb__pack_u64(&pack, list->hash);
@@ -40,8 +38,7 @@ void tb__exchange_on_want(tb__exchange *exchange, size_t from, tb__unpack *messa
     if (!tb__unpack_is_done(message) || side > 1 || !exchange->sides[side].is_here)
         return;
     const tb__exchange_side *s = &exchange->sides[side];
-    tb_status status =
-        send_list(exchange, (int)side, tb__exchange_list(s, s->hash), exchange->handshake.peers[from], port);
+    tb_status status = send_list((int)side, tb__exchange_list(s, s->hash), exchange->handshake.peers[from], port);
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
 }
@@ -51,10 +48,10 @@ static tb_status collect_lists(tb__exchange *exchange, int side, bool *are_here)
     const tb__exchange_side *s = &exchange->sides[side];
     for (int32_t seat = 0; seat < exchange->pair->sides[side].size; seat++) {
         size_t at = position_of(exchange, side, seat);
-        if (exchange->handshake.lead_of[at] != exchange->handshake.self || tb__exchange_list(s, s->hashes[seat]))
+        if (exchange->handshake.ranks[at].lead != exchange->handshake.self || tb__exchange_list(s, s->seats[seat].hash))
             continue;
         *are_here = false;
-        TB_TRY(ask_for_list(exchange, side, at, s->hashes[seat]));
+        TB_TRY(ask_for_list(exchange, side, at, s->seats[seat].hash));
     }
     return TB_OK;
 }
@@ -66,12 +63,12 @@ static tb_status send_side_lists(const tb__exchange *exchange, int side, size_t 
     bool *is_sent = tb__calloc(s->lists.count, sizeof *is_sent);
     tb_status status = is_sent ? TB_OK : TB_NO_MEMORY;
     for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
-        const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+        const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
         if (!list || list->hash == known || is_sent[list - s->lists.item] ||
-            (!is_all && h->lead_of[position_of(exchange, side, seat)] != h->self))
+            (!is_all && h->ranks[position_of(exchange, side, seat)].lead != h->self))
             continue;
         is_sent[list - s->lists.item] = true;
-        status = send_list(exchange, side, list, h->peers[to], h->ports[to]);
+        status = send_list(side, list, h->peers[to], h->ports[to]);
     }
     free(is_sent);
     return status;
@@ -83,9 +80,9 @@ static tb_status send_to_members(tb__exchange *exchange) {
         return TB_OK;
     tb__handshake_tell_members(&exchange->handshake);
     for (size_t to = 0; to < h->npeers; to++) {
-        for (int side = 0; side < 2 && to != h->self && h->lead_of[to] == h->self; side++) {
+        for (int side = 0; side < 2 && to != h->self && h->ranks[to].lead == h->self; side++) {
             int32_t seat = exchange->sides[side].seat_of[to];
-            uint64_t known = seat >= 0 ? exchange->sides[side].hashes[seat] : 0;
+            uint64_t known = seat >= 0 ? exchange->sides[side].seats[seat].hash : 0;
             TB_TRY(send_side_lists(exchange, side, to, true, known));
         }
     }

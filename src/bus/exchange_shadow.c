@@ -13,7 +13,7 @@ tb_status tb__exchange_agree_modes(tb__exchange *exchange) {
         tb__exchange_side *s = &exchange->sides[side];
         const tb__pair_side *seats = &exchange->pair->sides[side];
         for (int32_t seat = 0; seat < seats->size; seat++) {
-            const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+            const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
             if (seat > 0 && list->commit != s->commit)
                 return tb__fail(TB_CONFLICT, "%s and %s commit %s differently: %s and %s", seats->peers[0]->label,
                                 seats->peers[seat]->label, exchange->what, commit_name(s->commit),

@@ -32,7 +32,7 @@ size_t tb__handshake_find(const tb__handshake *handshake, const tb__peer *peer) 
 }
 
 bool tb__handshake_is_lead(const tb__handshake *handshake) {
-    return handshake->lead_of[handshake->self] == handshake->self;
+    return handshake->ranks[handshake->self].lead == handshake->self;
 }
 
 static size_t other_lead(const tb__handshake *handshake) {
@@ -46,9 +46,9 @@ static void choose_leads(tb__handshake *handshake, tb__peer *const *peers, const
     if (npeers > 0 && sides[npeers - 1] == 0)
         handshake->leads[1] = handshake->leads[0];
     for (size_t i = npeers; i-- > 0;)
-        handshake->lead_of[tb__handshake_find(handshake, peers[i])] = handshake->leads[sides[i]];
+        handshake->ranks[tb__handshake_find(handshake, peers[i])].lead = handshake->leads[sides[i]];
     for (int side = 0; side < 2 && npeers > 0; side++)
-        handshake->lead_of[handshake->leads[side]] = handshake->leads[side];
+        handshake->ranks[handshake->leads[side]].lead = handshake->leads[side];
 }
 
 tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const char *key, const char *what,
@@ -59,15 +59,9 @@ tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const ch
     world->handshakes = handshake;
     handshake->key = tb__strdup(key);
     handshake->peers = tb__malloc(npeers, sizeof *handshake->peers);
-    handshake->lead_of = tb__calloc(npeers, sizeof *handshake->lead_of);
     handshake->ports = tb__calloc(npeers, sizeof *handshake->ports);
-    handshake->is_confirmed = tb__calloc(npeers, sizeof *handshake->is_confirmed);
-    handshake->is_gone = tb__calloc(npeers, sizeof *handshake->is_gone);
-    handshake->manifests = tb__calloc(npeers, sizeof *handshake->manifests);
-    handshake->goodbyes = tb__calloc(npeers, sizeof *handshake->goodbyes);
-    handshake->gone_ports = tb__calloc(npeers, sizeof *handshake->gone_ports);
-    if (!handshake->key || !handshake->peers || !handshake->lead_of || !handshake->ports || !handshake->is_confirmed ||
-        !handshake->is_gone || !handshake->manifests || !handshake->goodbyes || !handshake->gone_ports)
+    handshake->ranks = tb__calloc(npeers, sizeof *handshake->ranks);
+    if (!handshake->key || !handshake->peers || !handshake->ports || !handshake->ranks)
         return TB_NO_MEMORY;
     size_t kept = 0;
     if (npeers) {
@@ -100,18 +94,13 @@ void tb__handshake_fini(tb__handshake *handshake) {
         }
     }
     for (size_t i = 0; i < handshake->npeers; i++) {
-        tb__pack_fini(&handshake->manifests[i]);
-        tb__pack_fini(&handshake->goodbyes[i]);
+        tb__pack_fini(&handshake->ranks[i].manifest);
+        tb__pack_fini(&handshake->ranks[i].goodbye);
     }
     free(handshake->key);
     free(handshake->peers);
-    free(handshake->lead_of);
     free(handshake->ports);
-    free(handshake->is_confirmed);
-    free(handshake->is_gone);
-    free(handshake->manifests);
-    free(handshake->goodbyes);
-    free(handshake->gone_ports);
+    free(handshake->ranks);
 }
 
 static tb__handshake *find_handshake(const tb_world *world, const char *key) {
@@ -164,7 +153,7 @@ static void send_own_manifest(tb__handshake *handshake) {
     uint32_t known = handshake->ports[handshake->self];
     handshake->pack_manifest(handshake, &manifest);
     handshake->ports[handshake->self] = handshake->port.id;
-    send_manifest(handshake, handshake->lead_of[handshake->self], handshake->self, &manifest);
+    send_manifest(handshake, handshake->ranks[handshake->self].lead, handshake->self, &manifest);
     handshake->ports[handshake->self] = known;
     tb__pack_fini(&manifest);
 }
@@ -173,13 +162,13 @@ static void send_own_manifest(tb__handshake *handshake) {
 static void send_again(tb__handshake *handshake, size_t lead) {
     if (lead == handshake->self || handshake->status != TB_OK)
         return;
-    if (lead == handshake->lead_of[handshake->self])
+    if (lead == handshake->ranks[handshake->self].lead)
         send_own_manifest(handshake);
     if (!tb__handshake_is_lead(handshake) || lead != other_lead(handshake))
         return;
     for (size_t i = 0; i < handshake->npeers; i++) {
-        if (handshake->lead_of[i] == handshake->self && handshake->is_confirmed[i])
-            send_manifest(handshake, lead, i, &handshake->manifests[i]);
+        if (handshake->ranks[i].lead == handshake->self && handshake->ranks[i].is_confirmed)
+            send_manifest(handshake, lead, i, &handshake->ranks[i].manifest);
     }
 }
 
@@ -207,7 +196,7 @@ static bool was_told(const tb__pack *goodbye, int32_t rank) {
 }
 
 static bool is_my_member(const tb__handshake *handshake, size_t at) {
-    return at != handshake->self && handshake->lead_of[at] == handshake->self;
+    return at != handshake->self && handshake->ranks[at].lead == handshake->self;
 }
 
 /* Whether this rank tells the peer what it hears: leads tell each other and their members. */
@@ -222,7 +211,7 @@ void tb__handshake_tell_members(tb__handshake *handshake) {
     handshake->has_told = true;
     tb__pack rows = {0};
     for (size_t i = 0; i < handshake->npeers; i++)
-        pack_row(handshake, &rows, i, &handshake->manifests[i]);
+        pack_row(handshake, &rows, i, &handshake->ranks[i].manifest);
     for (size_t to = 0; to < handshake->npeers; to++) {
         if (!is_my_member(handshake, to))
             continue;
@@ -234,8 +223,8 @@ void tb__handshake_tell_members(tb__handshake *handshake) {
         pack.failed |= rows.failed;
         send_message(handshake, to, &pack);
         for (size_t i = 0; i < handshake->npeers; i++) {
-            if (handshake->is_gone[i] && !was_told(&handshake->goodbyes[i], handshake->peers[to]->rank))
-                send_gone(handshake, to, i, handshake->ports[i], &handshake->goodbyes[i]);
+            if (handshake->ranks[i].is_gone && !was_told(&handshake->ranks[i].goodbye, handshake->peers[to]->rank))
+                send_gone(handshake, to, i, handshake->ports[i], &handshake->ranks[i].goodbye);
         }
     }
     tb__pack_fini(&rows);
@@ -263,7 +252,7 @@ void tb__handshake_break(tb__handshake *handshake, tb_status status, bool tell) 
 /* Whether the peer hears from this rank directly: its lead, those that a lead tells, and whoever it is connected with.
  */
 static bool is_near(const tb__handshake *handshake, size_t at) {
-    return at != handshake->self && (at == handshake->lead_of[handshake->self] || must_tell(handshake, at) ||
+    return at != handshake->self && (at == handshake->ranks[handshake->self].lead || must_tell(handshake, at) ||
                                      (handshake->peers[at]->is_open && handshake->ports[at]));
 }
 
@@ -321,12 +310,12 @@ static void keep_early_manifest(tb_world *world, const tb__early_manifest *row) 
 
 /* The goodbye in `goodbyes`. */
 static void take_goodbye(tb__handshake *handshake, size_t at) {
-    const tb__pack *kept = &handshake->goodbyes[at];
+    const tb__pack *kept = &handshake->ranks[at].goodbye;
     tb__unpack goodbye = {kept->data, kept->data + kept->count, false};
     size_t ntold = tb__unpack_count(&goodbye, 4);
     tb__unpack_raw(&goodbye, ntold * 4);
-    handshake->gone_ports[at] = 0;
-    handshake->is_gone[at] = true;
+    handshake->ranks[at].gone_port = 0;
+    handshake->ranks[at].is_gone = true;
     handshake->on_gone(handshake, at, &goodbye);
 }
 
@@ -341,26 +330,26 @@ static void take_manifest(tb__handshake *handshake, size_t at, const tb__early_m
     handshake->on_manifest(handshake, at, &manifest);
     if (handshake->status != TB_OK)
         return;
-    handshake->is_confirmed[at] = true;
+    handshake->ranks[at].is_confirmed = true;
     handshake->nunconfirmed--;
     if (tb__handshake_is_lead(handshake)) {
-        tb__pack *copy = &handshake->manifests[at];
+        tb__pack *copy = &handshake->ranks[at].manifest;
         tb__pack_fini(copy);
         *copy = (tb__pack){0};
         tb__pack_raw(copy, row->data, row->nbytes);
-        if (handshake->lead_of[at] == handshake->self && other_lead(handshake) != handshake->self)
+        if (handshake->ranks[at].lead == handshake->self && other_lead(handshake) != handshake->self)
             send_manifest(handshake, other_lead(handshake), at, copy);
     }
     handshake->on_confirmed(handshake, at);
-    if (handshake->gone_ports[at] == row->port && handshake->status == TB_OK)
+    if (handshake->ranks[at].gone_port == row->port && handshake->status == TB_OK)
         take_goodbye(handshake, at);
 }
 
 void tb__handshake_forget(tb__handshake *handshake, size_t peer) {
-    handshake->nunconfirmed += handshake->is_confirmed[peer];
-    handshake->is_confirmed[peer] = false;
+    handshake->nunconfirmed += handshake->ranks[peer].is_confirmed;
+    handshake->ranks[peer].is_confirmed = false;
     handshake->ports[peer] = 0;
-    handshake->is_gone[peer] = false;
+    handshake->ranks[peer].is_gone = false;
     handshake->has_told = false;
     send_again(handshake, peer);
 }
@@ -394,7 +383,7 @@ static tb__early_manifest read_row(tb__unpack *message, const tb__peer *from, co
 
 /* Whether manifests and goodbyes of the rank may come from this peer: from itself, or from a lead. */
 static bool may_speak_for(const tb__handshake *handshake, size_t from, size_t at) {
-    return from == at || from == handshake->lead_of[handshake->self] ||
+    return from == at || from == handshake->ranks[handshake->self].lead ||
            (tb__handshake_is_lead(handshake) && from == other_lead(handshake));
 }
 
@@ -456,8 +445,8 @@ static void on_broken_message(tb__handshake *handshake, size_t at, uint32_t send
 /* A lead's members are gone with it, as far as others know them only through it: they send it their manifests again. */
 static void forget_members(tb__handshake *handshake, size_t lead) {
     for (size_t i = 0; i < handshake->npeers; i++) {
-        if (i != lead && i != handshake->self && handshake->lead_of[i] == lead && handshake->is_confirmed[i] &&
-            !handshake->is_gone[i])
+        if (i != lead && i != handshake->self && handshake->ranks[i].lead == lead && handshake->ranks[i].is_confirmed &&
+            !handshake->ranks[i].is_gone)
             tb__handshake_forget(handshake, i);
     }
 }
@@ -476,23 +465,23 @@ static void on_gone(tb__handshake *handshake, size_t at, uint32_t port, const tb
      * be taken for the next one. */
     if (!is_known && handshake->nunconfirmed > 0 && !had_agreed(goodbye))
         send_again(handshake, at);
-    if ((is_known && handshake->is_gone[at]) || (!is_known && handshake->nunconfirmed == 0))
+    if ((is_known && handshake->ranks[at].is_gone) || (!is_known && handshake->nunconfirmed == 0))
         return;
-    tb__pack *kept = &handshake->goodbyes[at];
+    tb__pack *kept = &handshake->ranks[at].goodbye;
     tb__pack_fini(kept);
     *kept = (tb__pack){0};
     tb__pack_raw(kept, goodbye->at, (size_t)(goodbye->end - goodbye->at));
-    handshake->gone_ports[at] = port;
+    handshake->ranks[at].gone_port = port;
     if (kept->failed || !is_known) {
-        handshake->gone_ports[at] = kept->failed ? 0 : port; /* its manifest may still come, by way of a lead */
+        handshake->ranks[at].gone_port = kept->failed ? 0 : port; /* its manifest may still come, by way of a lead */
         return;
     }
     take_goodbye(handshake, at);
-    if (!handshake->is_gone[at] && at != handshake->self && handshake->lead_of[at] == at && is_lead)
+    if (!handshake->ranks[at].is_gone && at != handshake->self && handshake->ranks[at].lead == at && is_lead)
         forget_members(handshake, at);
     for (size_t i = 0; is_lead && i < handshake->npeers; i++) {
         /* what came from the other lead goes to members only */
-        bool is_next = handshake->lead_of[at] == handshake->self || i != other_lead(handshake);
+        bool is_next = handshake->ranks[at].lead == handshake->self || i != other_lead(handshake);
         if (i != at && is_next && must_tell(handshake, i) && !was_told(kept, handshake->peers[i]->rank))
             send_gone(handshake, i, at, port, kept);
     }
@@ -595,7 +584,7 @@ static void ask_leads(tb_world *world) {
             continue;
         at->missing = at->npeers; /* who was missing before may have come */
         begin_message(&pack, MESSAGE_ASK, at->key, at->port.id);
-        if (tb__loop_send(at->peers[at->lead_of[at->self]], TB__PORT_WORLD, &pack) != TB_OK)
+        if (tb__loop_send(at->peers[at->ranks[at->self].lead], TB__PORT_WORLD, &pack) != TB_OK)
             tb__log(TB_LOG_ERROR, "no memory to ask who is missing");
     }
 }
@@ -635,12 +624,12 @@ size_t tb__handshake_find_missing(const tb__handshake *handshake, size_t *nhave)
     if (!tb__handshake_is_lead(handshake)) {
         bool is_known = handshake->missing < handshake->npeers;
         *nhave = is_known ? handshake->nhave : 1;
-        return is_known ? handshake->missing : handshake->lead_of[handshake->self];
+        return is_known ? handshake->missing : handshake->ranks[handshake->self].lead;
     }
     size_t lead = other_lead(handshake), i = 0;
-    if (!handshake->is_confirmed[lead])
+    if (!handshake->ranks[lead].is_confirmed)
         return lead;
-    while (handshake->is_confirmed[i])
+    while (handshake->ranks[i].is_confirmed)
         i++;
     return i;
 }

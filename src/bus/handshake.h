@@ -20,27 +20,32 @@
 #include "base/mem.h"
 #include "flow/flow.h"
 
+/* What is known of one rank. */
+typedef struct tb__handshake_rank {
+    size_t lead;        /* the position of its lead */
+    bool is_confirmed;  /* its manifest is here */
+    bool is_gone;       /* it has left */
+    tb__pack manifest;  /* at leads, for their members */
+    tb__pack goodbye;   /* of one that has left: at leads, and where it came before the manifest */
+    uint32_t gone_port; /* 0: none; the port of such a goodbye */
+} tb__handshake_rank;
+
 typedef struct tb__handshake tb__handshake;
 struct tb__handshake {
     tb__port port; /* first. Its callbacks are the owner's */
     tb_world *world;
     char *key; /* the same on all ranks */
     size_t npeers;
-    tb__peer **peers;   /* each rank once, ascending, this one too */
-    size_t self;        /* this rank's position */
-    size_t *lead_of;    /* the position of each rank's lead */
-    size_t leads[2];    /* the same position twice if there is one */
-    uint32_t *ports;    /* 0: not known */
-    bool *is_confirmed; /* its manifest is here */
-    bool *is_gone;
-    tb__pack *manifests;  /* at leads, for their members */
-    tb__pack *goodbyes;   /* of ranks that have left: at leads, and where they came before the manifest */
-    uint32_t *gone_ports; /* 0: none; the port of such a goodbye */
-    bool has_told;        /* the members of this lead have all manifests */
-    size_t nunconfirmed;  /* peers that are not confirmed */
-    size_t missing;       /* by the lead's last answer: a rank that has not sent its manifest; npeers: no answer yet */
-    size_t nhave;         /* likewise: how many ranks have */
-    tb_status status;     /* not TB_OK: it has failed, and whoever sends a manifest is told why */
+    tb__peer **peers; /* each rank once, ascending, this one too */
+    uint32_t *ports;  /* theirs; 0: not known */
+    tb__handshake_rank *ranks;
+    size_t self;         /* this rank's position */
+    size_t leads[2];     /* the same position twice if there is one */
+    bool has_told;       /* the members of this lead have all manifests */
+    size_t nunconfirmed; /* peers that are not confirmed */
+    size_t missing;      /* by the lead's last answer: a rank that has not sent its manifest; npeers: no answer yet */
+    size_t nhave;        /* likewise: how many ranks have */
+    tb_status status;    /* not TB_OK: it has failed, and whoever sends a manifest is told why */
     char why[TB__WHY_MAX];
     /* Callbacks, from the driver. The last argument is what the peer added to its message. `on_broken` is optional. */
     void (*pack_manifest)(tb__handshake *handshake, tb__pack *manifest);

@@ -211,7 +211,7 @@ static tb_status number_lists(side_merge *j) {
     for (size_t i = 0; i < s->lists.count; i++)
         number[i] = TB__NOWHERE;
     for (int32_t seat = 0; seat < seats->size; seat++) {
-        const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+        const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
         size_t i = (size_t)(list - s->lists.item);
         if (number[i] == TB__NOWHERE) {
             number[i] = j->nlists++;

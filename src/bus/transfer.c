@@ -245,7 +245,7 @@ static tb_status check_exchange_usable(const tb__exchange *exchange, const tb__f
     if (flow && !may_begin)
         TB_TRY(tb__flow_check_loss(flow));
     for (size_t i = 0; i < exchange->handshake.npeers; i++) {
-        if (exchange->handshake.is_gone[i] && (exchange->handshake.peers[i]->is_lost || !may_begin))
+        if (exchange->handshake.ranks[i].is_gone && (exchange->handshake.peers[i]->is_lost || !may_begin))
             return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->handshake.peers[i]->label, exchange->what,
                             exchange->pair->name);
     }

@@ -122,7 +122,7 @@ static const tb__peer *find_gone(const tb__engine *engine, bool is_send, uint64_
     for (size_t i = 0; (part = tb__engine_next_part(engine, &i));) {
         const tb__handshake *h = &part->exchange->handshake;
         for (size_t k = 0; k < h->npeers; k++) {
-            if ((h->is_gone[k] || h->peers[k]->is_lost) && is_awaited(engine, h->peers[k], is_send, number))
+            if ((h->ranks[k].is_gone || h->peers[k]->is_lost) && is_awaited(engine, h->peers[k], is_send, number))
                 return h->peers[k];
         }
     }

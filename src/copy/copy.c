@@ -113,7 +113,7 @@ static void on_ready(tb_copy *copy, size_t at) {
     copy->peers[at].is_ready = true;
     copy->has_agreed = true;
     for (size_t i = 0; i < copy->handshake.npeers; i++)
-        copy->has_agreed &= copy->peers[i].is_ready && copy->handshake.is_confirmed[i];
+        copy->has_agreed &= copy->peers[i].is_ready && copy->handshake.ranks[i].is_confirmed;
 }
 
 /* A peer may send data before this rank has all votes: such messages are kept. Messages of earlier runs are ignored. */
@@ -181,7 +181,7 @@ static void on_copy_peer_lost(tb__port *port, tb__peer *peer) {
     tb_copy *copy = (tb_copy *)port;
     size_t at = tb__handshake_find(&copy->handshake, peer);
     char why[TB__WHY_MAX];
-    if (at == TB__NOWHERE || copy->handshake.is_gone[at])
+    if (at == TB__NOWHERE || copy->handshake.ranks[at].is_gone)
         return;
     snprintf(why, sizeof why, "%s was lost during %s: %s", peer->label, copy->what, peer->why ? peer->why : "?");
     drop_peer(copy, at, why);

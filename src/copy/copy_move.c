@@ -488,7 +488,7 @@ static void begin_flow(tb_copy *copy) {
     }
     tb__copy_drop_backlog(copy);
     for (size_t i = 0; i < copy->handshake.npeers; i++) {
-        if (copy->handshake.is_gone[i] || copy->peers[i].lost_why)
+        if (copy->handshake.ranks[i].is_gone || copy->peers[i].lost_why)
             tb__copy_flow_gone(copy, i);
     }
     copy->task.step = step_run;

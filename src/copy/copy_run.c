@@ -362,9 +362,9 @@ static bool has_all_peers(void *arg) {
         const tb__copy_peer *peer = &copy->peers[i];
         if (i == copy->self || (w->for_votes ? peer->voted : peer->offered) == copy->run) {
             w->nthere++;
-        } else if (!w->missing || ((copy->handshake.is_gone[i] || peer->lost_why) && !w->is_gone)) {
+        } else if (!w->missing || ((copy->handshake.ranks[i].is_gone || peer->lost_why) && !w->is_gone)) {
             w->missing = peer;
-            w->is_gone = copy->handshake.is_gone[i] || peer->lost_why;
+            w->is_gone = copy->handshake.ranks[i].is_gone || peer->lost_why;
         }
     }
     return !w->missing || w->is_gone || copy->broken != TB_OK || copy->is_given_up;

@@ -12,9 +12,9 @@
 
 enum { SENTENCE = 700 };
 
-/* "key":"text" */
+/* "key":"text", after a comma if it is not the first member of its object. */
 static void report_text(tb__text *out, const char *key, const char *text) {
-    tb__text_add(out, "\"%s\":", key);
+    tb__text_add(out, "%s\"%s\":", out->count > 0 && out->data[out->count - 1] != '{' ? "," : "", key);
     tb__text_add_json(out, text);
 }
 
@@ -82,15 +82,11 @@ static void report_pairs(tb__text *out, const tb__agent *agent) {
         }
         tb__text_add(out, "%s{", comma);
         report_text(out, "name", p->name);
-        tb__text_add(out, ",");
         report_text(out, "local", p->local);
-        tb__text_add(out, ",");
         report_text(out, "remote", p->remote);
-        tb__text_add(out, ",");
         report_text(out, "layout", p->layout);
-        tb__text_add(out, ",");
         report_text(out, "remote_layout", remote_layout);
-        tb__text_add(out, ",\"state\":\"%s\",", state);
+        tb__text_add(out, ",\"state\":\"%s\"", state);
         report_text(out, "why", why);
         tb__text_add(out, ",\"clients\":%zu,\"batches\":%zu,\"sent\":%" PRIu64 ",\"received\":%" PRIu64 "}",
                      p->users.count, p->nbatches, p->moved[1], p->moved[0]);
@@ -145,7 +141,6 @@ static void report_batch(tb__text *out, agent_batch *b) {
                                                        : "idle";
     tb__text_add(out, "{");
     report_text(out, "id", b->id);
-    tb__text_add(out, ",");
     report_text(out, "client", b->session->name);
     tb__text_add(out, ",\"pid\":%ld,\"pairs\":[", (long)b->session->process.pid);
     for (size_t i = 0; i < b->batch_pairs.count; i++) {
@@ -170,9 +165,7 @@ static void report_batch(tb__text *out, agent_batch *b) {
         report_transfer(out, &last, was_send);
     else
         tb__text_add(out, "null");
-    tb__text_add(out, ",");
     report_text(out, "error", error);
-    tb__text_add(out, ",");
     report_text(out, "why", why);
     tb__text_add(out, "}");
 }
@@ -212,11 +205,10 @@ static void report_peers(tb__text *out, const tb_world *world) {
     for (const tb__peer *p = all; p; p = p->next) {
         if (p == self || !is_newest(all, p, moved))
             continue;
-        tb__text_add(out, "%s{\"rank\":%" PRId32 ",", comma, p->rank);
+        tb__text_add(out, "%s{\"rank\":%" PRId32, comma, p->rank);
         report_text(out, "label", p->label);
-        tb__text_add(out, ",");
         report_text(out, "host", p->host);
-        tb__text_add(out, ",\"transport\":\"%s\",\"sent\":%" PRIu64 ",\"received\":%" PRIu64 ",\"alive\":%s,",
+        tb__text_add(out, ",\"transport\":\"%s\",\"sent\":%" PRIu64 ",\"received\":%" PRIu64 ",\"alive\":%s",
                      p->transport->ops->name, moved[1], moved[0], p->is_lost ? "false" : "true");
         report_text(out, "why", p->is_lost && p->why ? p->why : "");
         tb__text_add(out, "}");
@@ -255,7 +247,7 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
                  agent->index, agent->size, agent->world->rank, agent->world->incarnation, (long)getpid(),
                  tb_version_string(), TB__PROTOCOL_VERSION, agent->is_stopping ? "stopping" : "serving",
                  (double)(tb__now_ms() - agent->begun_ms) / 1e3);
-    tb__text_add(&text, ",\"store\":{\"connected\":%s,", is_connected ? "true" : "false");
+    tb__text_add(&text, ",\"store\":{\"connected\":%s", is_connected ? "true" : "false");
     report_text(&text, "why", is_connected ? "" : tb_error_detail());
     tb__text_add(&text, "},\"clients\":[");
     report_clients(&text, agent, asker);

@@ -48,11 +48,11 @@ struct tb__gateway {
 
     pthread_mutex_t lock; /* for all that follows */
     struct connection_list busy, idle;
-    bool is_stopped;
-    _Atomic uint64_t ninterrupts;
+    atomic_bool is_stopped; /* for the reason: */
     char why[256];
-    uint64_t login; /* how often it has logged in */
-    char *header;   /* of the last login */
+    _Atomic uint64_t ninterrupts;
+    _Atomic uint64_t login; /* how often it has logged in */
+    char *header;           /* of the last login */
 
     pthread_mutex_t logging_in; /* held while it does */
 };
@@ -241,29 +241,26 @@ void tb__gateway_destroy(tb__gateway *gateway) {
     free(gateway);
 }
 
+/* With the lock held. */
+static void wake_calls(tb__gateway *g) {
+    for (connection *l = LIST_FIRST(&g->busy); l; l = LIST_NEXT(l, link))
+        g->curl->multi_wakeup(l->multi);
+}
+
 void tb__gateway_stop(tb__gateway *gateway, const char *why) {
     pthread_mutex_lock(&gateway->lock);
     if (!gateway->is_stopped)
         snprintf(gateway->why, sizeof gateway->why, "%s", why);
     gateway->is_stopped = true;
-    for (connection *l = LIST_FIRST(&gateway->busy); l; l = LIST_NEXT(l, link))
-        gateway->curl->multi_wakeup(l->multi);
+    wake_calls(gateway);
     pthread_mutex_unlock(&gateway->lock);
 }
 
 void tb__gateway_interrupt(tb__gateway *gateway) {
     pthread_mutex_lock(&gateway->lock);
-    atomic_fetch_add(&gateway->ninterrupts, 1);
-    for (connection *l = LIST_FIRST(&gateway->busy); l; l = LIST_NEXT(l, link))
-        gateway->curl->multi_wakeup(l->multi);
+    gateway->ninterrupts++;
+    wake_calls(gateway);
     pthread_mutex_unlock(&gateway->lock);
-}
-
-static bool is_gateway_stopped(tb__gateway *gateway) {
-    pthread_mutex_lock(&gateway->lock);
-    bool is_stopped = gateway->is_stopped;
-    pthread_mutex_unlock(&gateway->lock);
-    return is_stopped;
 }
 
 typedef enum outcome {
@@ -369,7 +366,7 @@ static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code
             *code = message ? message->data.result : CURLE_FAILED_INIT;
             return TB_OK;
         }
-        if (!a->call->ignores_stop && is_gateway_stopped(g))
+        if (!a->call->ignores_stop && g->is_stopped)
             return fail_stopped(g);
         if (a->call->on_result && ninterrupts != g->ninterrupts)
             a->call->deadline_ms = tb__now_ms();
@@ -632,17 +629,10 @@ static tb_status ask_login(tb__gateway *g, int64_t deadline_ms, bool is_first) {
     return TB_OK;
 }
 
-static uint64_t count_logins(tb__gateway *g) {
-    pthread_mutex_lock(&g->lock);
-    uint64_t login = g->login;
-    pthread_mutex_unlock(&g->lock);
-    return login;
-}
-
 /* Logs in, unless another call has done so since this many logins. */
 static tb_status log_in(tb__gateway *g, uint64_t seen, const tb__gateway_call *call) {
     pthread_mutex_lock(&g->logging_in);
-    tb_status status = count_logins(g) == seen ? ask_login(g, call->deadline_ms, call->is_first) : TB_OK;
+    tb_status status = g->login == seen ? ask_login(g, call->deadline_ms, call->is_first) : TB_OK;
     pthread_mutex_unlock(&g->logging_in);
     return status;
 }
@@ -657,7 +647,7 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
     enum { MAX_LOGINS = 3 };
     *reply = NULL;
     for (int i = 0;; i++) {
-        uint64_t seen = *gateway->user ? count_logins(gateway) : 1;
+        uint64_t seen = *gateway->user ? gateway->login : 1;
         if (seen == 0) {
             TB_TRY(log_in(gateway, 0, call));
             seen = 1;
