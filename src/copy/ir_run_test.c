@@ -35,7 +35,8 @@ typedef struct job {
     int nparts; /* that are summed up; 0: the source has the values */
     int64_t bucket_size;
     bool staged, by_json;
-    bool has_zeros; /* rank 3's part of a Partial target */
+    bool has_zeros;       /* rank 3's part of a Partial target */
+    const int32_t *hosts; /* for the planner: broadcasts are relayed; NULL: not known */
 } job;
 
 enum { ROWS = 18, COLUMNS = 10, NTENSORS = 3 };
@@ -77,7 +78,8 @@ static tb_ir *make_ir(const job *j, int32_t seat) {
     static const char *const names[NTENSORS] = {"a", "b", "c"};
     tb_layout *src, *dst;
     tb_tensor_spec specs[NTENSORS];
-    tb_ir_opts opts = {.size = sizeof opts, .bucket_size = j->bucket_size};
+    tb_plan_opts plan = {.size = sizeof plan, .hosts = j->hosts, .nhosts = j->hosts ? NRANKS : 0};
+    tb_ir_opts opts = {.size = sizeof opts, .bucket_size = j->bucket_size, .plan = &plan};
     tb_ir *ir;
     check_ok(tb_layout_parse(j->src, &src));
     check_ok(tb_layout_parse(j->dst, &dst));
@@ -173,6 +175,34 @@ static void test_created(void **state) {
             run_ranks(run_job, NRANKS, 0, &j);
         }
     }
+}
+
+/* Over ucx, each rank or two on a machine; where the planner knows that, machines relay to each other. */
+static void test_between_machines(void **state) {
+    (void)state;
+    static const char *const apart[] = {"w", "x", "y", "z"}, *const two[] = {"w", "x", "x", "y"};
+    static const int32_t apart_hosts[] = {0, 1, 2, 3}, two_hosts[] = {0, 1, 1, 2};
+    static const job jobs[] = {
+        {.src = "mesh=4 place=S0", .dst = "mesh=4 place=S1"},
+        {.src = "mesh=1 place=R", .dst = "mesh=4 place=R", .bucket_size = 1},
+        {.src = "mesh=1 place=R", .dst = "mesh=4 place=R", .hosts = apart_hosts},
+        {.src = "mesh=1 place=R", .dst = "mesh=4 place=R", .hosts = apart_hosts, .bucket_size = 1, .by_json = true},
+        {.src = "mesh=1 place=R", .dst = "mesh=3 place=R ranks=1..3", .hosts = two_hosts},
+        {.src = "mesh=3 place=P", .dst = "mesh=4 place=R", .nparts = 3, .hosts = two_hosts},
+        {.src = "mesh=4 place=P", .dst = "mesh=2 place=R ranks=1,2", .nparts = 4, .bucket_size = 1},
+    };
+    for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
+        scene s;
+        scene_init(&s);
+        s.hosts = jobs[i].hosts == two_hosts ? two : apart;
+        run_ranks_in(&s, run_job, NRANKS, 0, &jobs[i]);
+    }
+    tb_ir *ir = make_ir(&jobs[2], 0);
+    bool is_relayed = false;
+    for (size_t i = 0; i < ir->nchannels; i++)
+        is_relayed |= ir->channels[i].via != NULL;
+    check(is_relayed);
+    tb_ir_destroy(ir);
 }
 
 /* ---- Of a batch -------------------------------------------------------------------------------------------------- */
@@ -499,10 +529,8 @@ static void test_mistakes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_created),
-        cmocka_unit_test(test_of_batch),
-        cmocka_unit_test(test_by_hand),
-        cmocka_unit_test(test_mistakes),
+        cmocka_unit_test(test_created), cmocka_unit_test(test_between_machines), cmocka_unit_test(test_of_batch),
+        cmocka_unit_test(test_by_hand), cmocka_unit_test(test_mistakes),
     };
     return cmocka_run_group_tests_name("ir run", tests, NULL, NULL);
 }

@@ -1,11 +1,18 @@
-/* Copy services between processes, and what remains when one of them is killed: those who wait for it hear at once who
- * it was, and a service of the same name works again when another has taken the seat. The first process serves the
- * store, kills, and watches. Then, those who end as soon as their own run has: the others have all that they need. */
+/* Copy services between processes, by runs and by IRs, and what remains when one of them is killed: those who wait for
+ * it hear at once who it was, and a service of the same name works again when another has taken the seat. The first
+ * process serves the store, kills, and watches. Then, those who end as soon as their own run has: the others have all
+ * that they need. */
 #include "bus/members_test.h"
+
+#include "tensorbus/plan.h"
 
 #include "../tests/support/tensor_memory.h"
 
-enum { NMEMBERS = 3, VICTIM = 2, NROUNDS = 3, N = 5000 };
+enum { NMEMBERS = 3, VICTIM = 2, NROUNDS = 6, N = 5000 };
+
+/* What the victim does in a round: it does not come to the run; it waits in it, and the others come when it is dead; it
+ * is killed while it moves the first bucket of an IR. */
+typedef enum way { STAYS_AWAY, WAITS, MOVES, NWAYS } way;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { NLEAVING = 2 };
@@ -21,6 +28,7 @@ typedef struct member {
     tb_world *world;
     tb_copy *copy;
     uint32_t *out, *in;
+    tb_ir *ir;
 } member;
 
 static void must(const member *m, bool claim, const char *what) {
@@ -46,24 +54,62 @@ static uint32_t *bytes_of(const uint32_t *data) {
     return tensor_bytes(data);
 }
 
+static way way_of(const member *m) {
+    return (way)(m->round % NWAYS);
+}
+
+static void fill(const member *m) {
+    for (int i = 0; i < NMEMBERS * N; i++) {
+        bytes_of(m->out)[i] = value(m->seat, i / N, m->round, i % N);
+        bytes_of(m->in)[i] = UINT32_MAX;
+    }
+}
+
 /* Everybody to everybody, itself too. */
 static void submit(const member *m) {
+    fill(m);
     for (int other = 0; other < NMEMBERS; other++) {
         tb_copy_view from = {.size = sizeof from, .data = m->out + other * N, .dtype = TB_U32, .ndim = 1, .shape = {N}},
                      to = from;
         to.data = m->in + other * N;
-        for (int i = 0; i < N; i++) {
-            bytes_of(m->out)[other * N + i] = value(m->seat, other, m->round, i);
-            bytes_of(m->in)[other * N + i] = UINT32_MAX;
-        }
         must(m, tb_copy_submit_send(m->copy, &from, 1, other, id_of(m->seat, other)) == TB_OK, "send");
         must(m, tb_copy_submit_recv(m->copy, &to, 1, other, id_of(other, m->seat)) == TB_OK, "recv");
     }
 }
 
-static void exchange(const member *m) {
-    submit(m);
-    must(m, tb_copy_run(m->copy, 0) == TB_OK, "run");
+/* The same as what is submitted: rows become columns. */
+static tb_ir *make_ir(const member *m) {
+    tb_layout *rows, *columns;
+    tb_ir *ir = NULL;
+    must(m, tb_layout_parse("mesh=3 place=S0", &rows) == TB_OK, "layout");
+    must(m, tb_layout_parse("mesh=3 place=S1", &columns) == TB_OK, "layout");
+    tb_tensor_spec spec = {.size = sizeof spec,
+                           .name = "t",
+                           .shape = {2, {NMEMBERS, NMEMBERS * N}},
+                           .src = rows,
+                           .dst = columns,
+                           .src_dtype = TB_U32,
+                           .dst_dtype = TB_U32};
+    must(m, tb_ir_create(m->seat, &spec, 1, NULL, NULL, &ir) == TB_OK, "IR");
+    tb_layout_destroy(rows);
+    tb_layout_destroy(columns);
+    return ir;
+}
+
+static tb_status execute(const member *m, void (*progress)(void *arg, size_t bucket, tb_bucket_step step)) {
+    tb_binding out, in;
+    tb_ir_part part = {.size = sizeof part, .src = &out, .dst = &in};
+    tb_ir_execute_opts opts = {.size = sizeof opts, .progress = progress, .arg = (void *)m};
+    must(m, tb_binding_contiguous(m->out, 0, TB_U32, &(tb_shape){2, {1, NMEMBERS * N}}, &out) == TB_OK, "rows");
+    must(m, tb_binding_contiguous(m->in, 0, TB_U32, &(tb_shape){2, {NMEMBERS, N}}, &in) == TB_OK, "columns");
+    fill(m);
+    return tb_ir_execute(m->copy, m->ir, &part, &opts);
+}
+
+static void exchange(const member *m, bool by_ir) {
+    if (!by_ir)
+        submit(m);
+    must(m, (by_ir ? execute(m, NULL) : tb_copy_run(m->copy, 0)) == TB_OK, by_ir ? "execute" : "run");
     for (int other = 0; other < NMEMBERS; other++) {
         for (int i = 0; i < N; i++)
             must(m, bytes_of(m->in)[other * N + i] == value(other, m->seat, m->round, i), "a wrong value");
@@ -72,7 +118,7 @@ static void exchange(const member *m) {
 
 /* The store may hear of a death later than the others do. */
 static void open_service(member *m) {
-    tb_copy_opts opts = {.size = sizeof opts, .staged = m->round == 1};
+    tb_copy_opts opts = {.size = sizeof opts, .staged = m->round % 2};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb_status status;
     do {
@@ -81,21 +127,40 @@ static void open_service(member *m) {
     must(m, status == TB_OK, "open");
 }
 
-/* Round 0: it does not come to the run. Round 1: it waits in it, and the others come when it is dead. */
+static void await_kill(const member *m) {
+    poll(NULL, 0, PATIENCE_MS);
+    must(m, false, "nobody has killed it");
+}
+
+static void stop_moving(void *arg, size_t bucket, tb_bucket_step step) {
+    (void)bucket;
+    (void)step;
+    say(arg, "held");
+    await_kill(arg);
+}
+
 static void lose(const member *m) {
+    char wanted[32];
+    snprintf(wanted, sizeof wanted, "(a %d)", VICTIM);
+    if (way_of(m) == MOVES) {
+        if (m->seat != VICTIM)
+            say(m, "held");
+        must(m, execute(m, m->seat == VICTIM ? stop_moving : NULL) == TB_LOST && strstr(tb_error_detail(), wanted),
+             "does not name the dead that moved");
+        must(m, execute(m, NULL) == TB_LOST && strstr(tb_error_detail(), wanted), "works without the dead");
+        tb_copy_close(m->copy);
+        return;
+    }
     submit(m);
     if (m->seat == VICTIM) {
         say(m, "held");
-        if (m->round == 1)
+        if (way_of(m) == WAITS)
             tb_copy_run(m->copy, PATIENCE_MS);
-        poll(NULL, 0, PATIENCE_MS);
-        must(m, false, "nobody has killed it");
+        await_kill(m);
     }
     say(m, "held");
-    if (m->round == 1)
+    if (way_of(m) == WAITS)
         must(m, hear_of(m->store, "killed", m->round, VICTIM, PATIENCE_MS, NULL, 0) == TB_OK, "killed");
-    char wanted[32];
-    snprintf(wanted, sizeof wanted, "(a %d)", VICTIM);
     must(m, tb_copy_run(m->copy, 0) == TB_LOST && strstr(tb_error_detail(), wanted), "does not name the dead");
     must(m, tb_copy_run(m->copy, 0) == TB_LOST && strstr(tb_error_detail(), wanted), "works without the dead");
     for (int i = 0; i < NMEMBERS * N; i++)
@@ -111,12 +176,14 @@ static member begin(const char *url, const char *arg) {
     m.out = tensor_alloc(sizeof *m.out * NMEMBERS * N);
     m.in = tensor_alloc(sizeof *m.in * NMEMBERS * N);
     must(&m, m.out && m.in, "memory");
+    m.ir = make_ir(&m);
     return m;
 }
 
 static int finish(member *m) {
     tb_copy_close(m->copy);
     tb_world_destroy(m->world);
+    tb_ir_destroy(m->ir);
     tensor_free(m->out);
     tensor_free(m->in);
     tb__store_close(m->store);
@@ -132,7 +199,7 @@ static int play_leaving(const char *url, const char *arg) {
     must(&m, join_named_bus(url, bus, "a", m.seat, NMEMBERS, &m.world) == TB_OK, "join");
     tb_copy_opts opts = {.size = sizeof opts, .staged = m.round % 2};
     must(&m, tb_copy_open(m.world, "c", NULL, &opts, &m.copy) == TB_OK, "open");
-    exchange(&m);
+    exchange(&m, m.round / 4 % 2);
     if (leaves)
         _exit(0);
     must(&m, hear_of(m.store, "left", m.round, 0, PATIENCE_MS, NULL, 0) == TB_OK, "left");
@@ -146,8 +213,8 @@ static int play(const char *url, const char *arg) {
     must(&m, join_bus(url, "a", m.seat, NMEMBERS, &m.world) == TB_OK, "join");
     for (; m.round < NROUNDS; m.round++) {
         open_service(&m);
-        exchange(&m);
-        exchange(&m);
+        exchange(&m, false);
+        exchange(&m, true);
         if (m.round < NROUNDS - 1)
             lose(&m);
     }
