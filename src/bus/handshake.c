@@ -398,7 +398,8 @@ static void lose_replaced(const tb__handshake *handshake, const tb__early_manife
 
 /* After a failure, a peer that has said goodbye to this handshake sends its next manifest for another one. */
 static bool is_for_next(const tb__handshake *handshake, size_t at, uint32_t port) {
-    return handshake->status != TB_OK && handshake->gone_ports[at] != 0 && handshake->gone_ports[at] != port;
+    uint32_t gone_port = handshake->ranks[at].gone_port;
+    return handshake->status != TB_OK && gone_port != 0 && gone_port != port;
 }
 
 static void on_manifests(tb_world *world, const char *key, tb__peer *from, tb__unpack *message) {
