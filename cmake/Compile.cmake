@@ -24,6 +24,8 @@ add_compile_options(
     "$<$<COMPILE_LANGUAGE:C>:-Wmissing-prototypes;-Wold-style-definition;-Wstrict-prototypes>"
     # Results must be the same bits on every path, including those that may use fused multiply-add.
     -ffp-contract=off
+    # Equal sources give equal objects, wherever the clone is.
+    -ffile-prefix-map=${CMAKE_SOURCE_DIR}=.
 )
 if(TB_WERROR)
     add_compile_options(-Werror)
