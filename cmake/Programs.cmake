@@ -190,6 +190,22 @@ function(tb_api_test name)
     )
 endfunction()
 
+# tb_python_test(name [TIMEOUT seconds] [ARG...]): python/tests/name.py, or the docstrings of the package, by the
+# environment that ./dev makes; exit status 77 is a skip.
+function(tb_python_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 300)
+    endif()
+    add_test(NAME python/${name} COMMAND sh ${PROJECT_SOURCE_DIR}/python/tests/run.sh ${name})
+    set_tests_properties(python/${name} PROPERTIES
+        TIMEOUT ${arg_TIMEOUT}
+        SKIP_RETURN_CODE 77
+        LABELS python
+        ENVIRONMENT "TENSORBUS_LIBRARY=$<TARGET_FILE:tensorbus_shared>;CC=${CMAKE_C_COMPILER}"
+    )
+endfunction()
+
 # tb_hosts_test(name hosts [TIMEOUT seconds] COMMAND command...): a command with so many hosts around it, for which
 # tests/hosts/bed makes network namespaces; exit status 77 is a skip.
 function(tb_hosts_test name hosts)

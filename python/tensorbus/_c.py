@@ -340,6 +340,8 @@ def find(name: str) -> Path:
     """The file ``name`` of the package; in a checkout, that of the build in ``build/release`` or ``build/dev``."""
     here = Path(__file__).resolve().parent
     folders = [here / "bin"] + [here.parent.parent / "build" / preset for preset in ("release", "dev")]
+    if library := os.environ.get("TENSORBUS_LIBRARY"):
+        folders.insert(0, Path(library).parent)
     for folder in folders:
         if (folder / name).exists():
             return folder / name

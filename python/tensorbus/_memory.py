@@ -28,15 +28,15 @@ class Memory:
     forked children: touching it there is a fault.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: int, device: str) -> None:
-        self.shape = shape
-        self.device = device
-        self._dtype = dtype
+    def __init__(self, shape: Any, dtype: Any, device: Any) -> None:
+        self.shape = _values.dims("shape", shape)
+        self.device = "cpu" if device == "host" else str(device)  # a torch.device, too
+        self._dtype = _values.dtype("dtype", dtype)
         nbytes = ctypes.c_int64()
-        lib.tb_shape_size(_values.shape("shape", shape), dtype, None, ctypes.byref(nbytes))
+        lib.tb_shape_size(_values.shape("shape", self.shape), self._dtype, None, ctypes.byref(nbytes))
         self.nbytes = nbytes.value
         self._address = ctypes.c_void_p()
-        where = "host" if device == "cpu" else device
+        where = "host" if self.device == "cpu" else self.device
         lib.tb_alloc_on(_values.text("device", where), self.nbytes, ctypes.byref(self._address))
 
     @property
@@ -119,7 +119,7 @@ def _read_memory(tensor: Any) -> _tensors.View | None:
 _tensors.READERS.insert(0, _read_memory)
 
 
-def empty(shape: Any, dtype: Any = "f32", device: str = "cpu") -> Memory:
+def empty(shape: Any, dtype: Any = "f32", device: Any = "cpu") -> Memory:
     """Memory for a tensor that peers on this machine read in place, without a copy.
 
     ``device`` is "cpu", "pinned" (memory of the CPU that GPUs read and write at full speed), "cuda" or "cuda:1". What
@@ -129,6 +129,4 @@ def empty(shape: Any, dtype: Any = "f32", device: str = "cpu") -> Memory:
     >>> tb.empty((4096, 4096), "bf16")
     <tensorbus.Memory bf16[4096, 4096] on cpu>
     """
-    if not isinstance(device, str):
-        device = str(device)  # torch.device
-    return Memory(_values.dims("shape", shape), _values.dtype("dtype", dtype), device)
+    return Memory(shape, dtype, device)

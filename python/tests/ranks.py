@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import tensorbus as tb
 
 _spawn = multiprocessing.get_context("spawn")
-PATIENCE_S = 60.0
+PATIENCE_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,18 @@ class Seat:
         self.barrier.wait(PATIENCE_S)
 
 
+class Die(Exception):
+    """Raised by a rank's function to end its process at once, without leaving the bus."""
+
+
 def _main(function: Callable[[Seat], Any], seat: Seat, results: Any) -> None:
     try:
         results.put((seat.group, seat.index, function(seat), None))
+    except Die:
+        results.put((seat.group, seat.index, None, None))
+        results.close()
+        results.join_thread()
+        os._exit(0)
     except BaseException:
         results.put((seat.group, seat.index, None, traceback.format_exc()))
         raise

@@ -1,0 +1,14 @@
+#!/bin/sh
+# run.sh NAME: runs NAME.py here, or the examples in the package's docstrings, with the environment that ./dev makes.
+set -eu
+cd -- "$(dirname -- "$0")/.."
+python=../build/python-venv/bin/python
+if [ ! -e ../build/python-venv/requirements.txt ]; then
+    echo "skipped: there is no build/python-venv"
+    exit 77
+fi
+export PYTHONPATH="$PWD" PYTHONDONTWRITEBYTECODE=1
+case $1 in
+docstrings) exec "$python" -m pytest -q -p no:cacheprovider --doctest-modules tensorbus ;;
+*) exec "$python" -m pytest -q -p no:cacheprovider "tests/$1.py" ;;
+esac

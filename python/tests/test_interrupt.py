@@ -1,0 +1,159 @@
+"""Ctrl-C, asyncio, threads and forked children: a blocked call ends at once, and nothing hangs or crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tensorbus as tb
+
+# What blocks, and the word for it in the sentence of its deadline.
+BLOCKED = {
+    "join": 'tb.join("agent:" + folder + "/nobody", timeout=50)',
+    "pair": 'bus.pair("p", "nobody", "mesh=1 place=R", timeout=50)',
+    "register": "batch.register(timeout=50)",
+    "send": "batch.send(timeout=50)",
+    "wait": 'batch.recv(timeout=50, wait=None).wait("arrived", timeout=50)',
+}
+SCRIPT = """
+import sys, numpy as np, tensorbus as tb
+folder = sys.argv[1]
+bus = tb.join("unix:" + folder + "/bus", group="a", index=0, size=1)
+batch = bus.batch("b")
+batch.add(bus.pair("q", "b", "mesh=1 place=R", wait=False), "w", np.zeros(4))
+print("ready", flush=True)
+try:
+    {call}
+finally:
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_ctrl_c(name: str, tmp_path: Path) -> None:
+    script = SCRIPT.format(call=BLOCKED[name])
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    assert process.poll() is None
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "ended\n"
+    assert time.monotonic() - begun < 2
+    _, errors = process.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors
+    assert process.returncode == -signal.SIGINT
+
+
+def test_asyncio_gives_up(tmp_path: Path) -> None:
+    """A call that a task gives up can be made again, and other tasks run meanwhile."""
+
+    async def program() -> int:
+        bus = await tb.join_async(f"unix:{tmp_path}/bus", group="a", index=0, size=1)
+        ticks = 0
+        for begin in (
+            lambda: bus.pair_async("p", "nobody", "mesh=1 place=R", timeout=50.0),
+            lambda: tb.join_async(f"agent:{tmp_path}/nobody", timeout=50.0),
+        ):
+            task = asyncio.ensure_future(begin())
+            for _ in range(5):
+                await asyncio.sleep(0.02)
+                ticks += 1
+            assert not task.done()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        with pytest.raises(tb.Timeout, match="nobody"):
+            await bus.pair_async("p", "nobody", "mesh=1 place=R", timeout=0.2)
+        bus.close()
+        return ticks
+
+    assert asyncio.run(program()) == 10
+
+
+def test_close_by_another_thread(tmp_path: Path) -> None:
+    bus = tb.join(f"unix:{tmp_path}/bus", group="a", index=0, size=1)
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            bus.pair("p", "nobody", "mesh=1 place=R", timeout=50.0)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    bus.close()
+    thread.join(5)
+    assert isinstance(found[0], tb.Cancelled)
+    bus.close()
+    with pytest.raises(tb.Invalid, match="is closed"):
+        bus.batch("b")
+
+
+def test_waits_let_go_of_the_gil(tmp_path: Path) -> None:
+    bus = tb.join(f"unix:{tmp_path}/bus", group="a", index=0, size=1)
+    count = 0
+    ended = threading.Event()
+
+    def work() -> None:
+        nonlocal count
+        while not ended.is_set():
+            count += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with pytest.raises(tb.Timeout):
+        bus.pair("p", "nobody", "mesh=1 place=R", timeout=0.5)
+    ended.set()
+    thread.join()
+    bus.close()
+    assert count > 50
+
+
+def test_forked_child(tmp_path: Path) -> None:
+    """It is refused with a sentence, can close what it inherited, and can join by itself."""
+    bus = tb.join(f"unix:{tmp_path}/bus", group="a", index=0, size=1)
+    batch = bus.batch("b")
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with pytest.raises(tb.Refused, match="forked child"):
+                bus.batch("c")
+            with pytest.raises(tb.Refused, match="forked child"):
+                _ = batch.version
+            batch.close()
+            bus.close()
+            with tb.join(f"unix:{tmp_path}/bus", group="child", index=0, size=1) as own:
+                assert own.group == "child"
+            assert tb.layout("mesh=2 place=S0").local((4,), 1) == [[(2, 4)]]
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert bus.batch("d").version == 0
+    bus.close()
+
+
+def test_pickling_is_refused(tmp_path: Path) -> None:
+    import pickle
+
+    with tb.join(f"unix:{tmp_path}/bus", group="a", index=0, size=1) as bus:
+        with pytest.raises(TypeError, match="belongs to its process"):
+            pickle.dumps(bus)
+    assert pickle.loads(pickle.dumps(tb.layout("mesh=2 place=S0"))).ranks == (0, 1)
+    assert np.array_equal(tb.empty((2,), "u8").numpy().shape, (2,))

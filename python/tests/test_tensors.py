@@ -1,0 +1,145 @@
+"""Which tensors are taken, and how: NumPy's, whatever has DLPack, memory of the library's."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Seat, run
+
+import tensorbus as tb
+from tensorbus import _tensors
+
+
+class OnlyDlpack:
+    """A tensor of some other package."""
+
+    def __init__(self, array: np.ndarray, is_old: bool) -> None:
+        self.array, self.is_old = array, is_old
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.is_old and "max_version" in options:
+            raise TypeError("max_version")
+        return self.array.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_dlpack_is_as_numpy(is_old: bool) -> None:
+    for array in (
+        np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+        np.arange(24, dtype=np.int64).reshape(4, 6)[::2, 1::2],
+        np.zeros((3, 0), np.uint8),
+        np.array(7.0),
+        np.ones((4, 4), bool).T,
+    ):
+        by_numpy, by_dlpack = _tensors.read(array), _tensors.read(OnlyDlpack(array, is_old))
+        assert by_dlpack.shape == by_numpy.shape
+        assert by_dlpack.dtype == by_numpy.dtype
+        assert by_dlpack.device == "host"
+        if array.size:
+            assert by_dlpack.address == by_numpy.address
+            assert by_dlpack.strides == by_numpy.strides
+
+
+def test_dlpack_keeps_memory() -> None:
+    view = _tensors.read(OnlyDlpack(np.full(1 << 16, 3.0), False))
+    gc.collect()
+    import ctypes
+
+    assert set((ctypes.c_double * (1 << 16)).from_address(view.address)) == {3.0}
+
+
+def test_span() -> None:
+    array = np.zeros((4, 6), np.int16)
+    whole = _tensors.span(_tensors.read(array))
+    assert whole == (array.ctypes.data, array.ctypes.data + array.nbytes)
+    assert _tensors.span(_tensors.read(array[::-1, ::-1])) == whole
+    assert _tensors.span(_tensors.read(array[:, :2])) == (whole[0], whole[1] - 8)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "f32", "f64"])
+def test_empty(dtype: str) -> None:
+    memory = tb.empty((3, 5), dtype)
+    x = memory.numpy()
+    assert x.shape == (3, 5)
+    assert x.nbytes == memory.nbytes
+    assert _tensors.read(x).dtype == _tensors.read(memory).dtype
+    x[:] = 1
+    del memory
+    gc.collect()
+    assert x.sum() == 15
+
+
+def test_empty_of_dtypes_that_numpy_lacks() -> None:
+    assert tb.empty((4, 4), "bf16").numpy().dtype == np.uint16
+    assert tb.empty((4, 4), "f8e4m3").numpy().dtype == np.uint8
+    assert tb.empty((4, 4), "f4e2m1").numpy().shape == (4, 2)
+    assert tb.empty((0, 4), "f32").numpy().shape == (0, 4)
+    assert tb.empty((), "f32").numpy().shape == ()
+
+
+def kinds(seat: Seat) -> None:
+    """Every kind of tensor is sent, and received as another kind."""
+    sends = seat.group == "a"
+    base = np.arange(60, dtype=np.float32).reshape(6, 10)
+    memory = tb.empty((6, 10), "f32")
+    memory.numpy()[:] = base
+    mine: list[Any] = [
+        base,
+        memory,
+        OnlyDlpack(base.copy(), False),
+        np.asfortranarray(base),
+        np.repeat(base, 2, 1)[:, ::2],
+    ]
+    if not sends:
+        for tensor in mine:
+            (tensor.numpy() if isinstance(tensor, tb.Memory) else getattr(tensor, "array", tensor))[:] = 0
+        mine = mine[1:] + mine[:1]
+    bits = np.arange(8, dtype=np.uint16) * 128 if sends else np.zeros(8, np.uint16)
+    with seat.join() as bus:
+        pair = bus.pair("p", "b" if sends else "a", "mesh=1 place=R")
+        batch = bus.batch("step")
+        batch.add_all(pair, {f"t{i}": tensor for i, tensor in enumerate(mine)})
+        batch.add(pair, "bits", bits, dtype="bf16")
+        batch.add(pair, "half", base[:2, :4].copy(), wire_dtype="bf16")
+        batch.add(pair, "empty", np.zeros((0, 3)))
+        assert (batch.send if sends else batch.recv)(wait="committed").state().status == "ok"
+        assert "t0" in batch.dump(sends)
+    for tensor in mine:
+        found = tensor.numpy() if isinstance(tensor, tb.Memory) else getattr(tensor, "array", tensor)
+        assert np.array_equal(found, np.arange(60).reshape(6, 10))
+    assert bits[7] == 896
+
+
+def test_kinds(tmp_path: Path) -> None:
+    run(kinds, tmp_path, {"a": 1, "b": 1})
+
+
+def own_layouts(seat: Seat) -> None:
+    """Tensors that bring their layouts, in a pair without one; and seat to seat."""
+    sends = seat.group == "a"
+    x = np.full((4, 2) if sends else (2, 4), float(sends))
+    y = np.full(seat.index + 1, float(10 * sends + seat.index))
+    with seat.join() as bus:
+        remote = "b" if sends else "a"
+        pair = bus.pair("p", remote)
+        batch = bus.batch("step")
+        with pytest.raises(tb.Invalid, match="tensor 'x': it has no layout"):
+            batch.add(pair, "x", x, shape=(4, 4))
+        batch.add(pair, "x", x, shape=(4, 4), layout="mesh=2 place=S1" if sends else "mesh=2 place=S0")
+        own = bus.pair("own", remote, layout="none")
+        batch.add(own, "y", y)
+        (batch.send if sends else batch.recv)(wait="committed")
+        assert batch.version_of(pair) == ((0, False) if sends else (1, False))
+    assert x.min() == 1
+    assert y[0] == 10 + seat.index
+
+
+def test_own_layouts(tmp_path: Path) -> None:
+    run(own_layouts, tmp_path, {"a": 2, "b": 2})
