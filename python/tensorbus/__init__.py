@@ -10,6 +10,7 @@ docs/python.md is the tutorial, and tells every call.
 from ._batch import Batch, BatchState
 from ._bus import Bus, join, join_async
 from ._c import lib as _lib
+from ._copy import CopyService, copy_service
 from ._errors import (
     Cancelled,
     Conflict,
@@ -37,6 +38,7 @@ __all__ = [
     "Bus",
     "Cancelled",
     "Conflict",
+    "CopyService",
     "Denied",
     "Error",
     "InDoubt",
@@ -54,6 +56,7 @@ __all__ = [
     "Timeout",
     "Transfer",
     "TransferState",
+    "copy_service",
     "empty",
     "join",
     "join_async",

@@ -14,6 +14,7 @@ from . import _tensors, _values
 from ._batch import COMMITS, Batch
 from ._c import TB_MAX_RANKS, lib, tb_batch_opts, tb_pair_opts, tb_world_opts
 from ._call import Call, awaiting, waiting
+from ._copy import CopyService
 from ._errors import Invalid
 from ._handle import Handle
 from ._layout import Layout
@@ -111,6 +112,7 @@ class Bus(Handle):
         super().__init__(what)
         self._pairs: list[Pair] = []
         self._batches: list[Batch] = []
+        self._services: list[CopyService] = []
 
     def _begin(self) -> None:
         group, index, size = c_char_p(), c_int32(), c_int32()
@@ -234,6 +236,8 @@ class Bus(Handle):
         """Closes its batches and pairs, then leaves all groups. What was sent and released is waited for."""
         for batch in list(self._batches):
             batch.close()
+        for service in list(self._services):
+            service.close()
         for pair in list(self._pairs):
             pair.close()
         if handle := self._take():

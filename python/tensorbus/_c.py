@@ -37,6 +37,7 @@ from . import _errors
 TB_MAX_DIMS = 8
 TB_MAX_RANKS = 1 << 20
 TB_NO_RANK = -1
+TB_NO_TASK = 2**64 - 1
 
 
 class tb_status(enum.IntEnum):
@@ -197,6 +198,30 @@ class tb_transfer_opts(_Sized):
     ]
 
 
+class tb_copy_opts(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("timeout_ms", c_int),
+        ("bucket_size", c_int64),
+        ("staging_bytes", c_int64),
+        ("max_in_flight", c_uint32),
+        ("staged", c_bool),
+        ("convert_local", c_bool),
+    ]
+
+
+class tb_copy_view(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("data", c_void_p),
+        ("dtype", c_int),
+        ("ndim", c_int),
+        ("shape", Dims),
+        ("strides", POINTER(c_int64)),
+        ("memory", c_char_p),
+    ]
+
+
 class tb_segment(Structure):
     _fields_ = [("start", c_int64), ("stop", c_int64)]
 
@@ -313,6 +338,11 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_transfer_fd": (c_int, c_void_p),
     "tb_cancel": (None, c_void_p),
     "tb_transfer_destroy": (None, c_void_p),
+    "tb_copy_open": (tb_status, c_void_p, c_char_p, c_char_p, POINTER(tb_copy_opts), _OUT),
+    "tb_copy_submit_send": (tb_status, c_void_p, POINTER(tb_copy_view), c_size_t, c_int32, c_uint64),
+    "tb_copy_submit_recv": (tb_status, c_void_p, POINTER(tb_copy_view), c_size_t, c_int32, c_uint64),
+    "tb_copy_run": (tb_status, c_void_p, c_int),
+    "tb_copy_close": (None, c_void_p),
     "tb_layout_parse": (tb_status, c_char_p, _OUT),
     "tb_layout_destroy": (None, c_void_p),
     "tb_layout_format": (tb_status, c_void_p, _OUT),
