@@ -161,6 +161,11 @@ TB_API tb_status tb_alloc_on(const char *device, size_t nbytes, void **out);
  * that a batch uses must first be given up: tb_batch_destroy, or tb_world_invalidate that has returned TB_OK. */
 TB_API void tb_free(void *ptr);
 
+/* The same two with the signatures of PyTorch's CUDAPluggableAllocator: memory of GPU `device`, NULL if there is none.
+ * The stream is not used: PyTorch's pools keep memory until the streams that have used it are done. */
+TB_API void *tb_torch_alloc(ptrdiff_t nbytes, int device, void *stream);
+TB_API void tb_torch_free(void *ptr, ptrdiff_t nbytes, int device, void *stream);
+
 /* ---- World --------------------------------------------------------------------------------------------------- */
 
 /* A process's seat on the bus. It has one *bus rank*, and is in one or more *groups*: named arrays of processes.

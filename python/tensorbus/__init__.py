@@ -28,6 +28,7 @@ from ._layout import Layout, Plan, PlanStats, Route, layout, plan
 from ._memory import Memory, empty
 from ._module import share
 from ._pair import Pair
+from ._torch import torch_allocator
 from ._transfer import Transfer, TransferState
 
 __version__: str = _lib.tb_version_string().decode()
@@ -63,4 +64,5 @@ __all__ = [
     "layout",
     "plan",
     "share",
+    "torch_allocator",
 ]

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from . import _dtensor, _tensors, _values
+from ._c import lib
 from ._errors import Invalid, Refused
 
 _dtypes: dict[Any, int] = {}  # numbers of ours by torch.dtype
@@ -147,6 +148,22 @@ def current_stream(device: str) -> int | None:
         return None
     handle: int = torch.cuda.current_stream(device).cuda_stream
     return handle
+
+
+def torch_allocator() -> Any:
+    """A ``torch.cuda.MemPool`` of memory that GPUs of other processes read in place.
+
+    What PyTorch allocates in it, ``with torch.cuda.use_mem_pool(pool):``, needs no copy to be sent to a process on the
+    same machine, and no handle of PyTorch's own. Keep the pool as long as its tensors.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refused("tb.torch_allocator() is for GPUs, and torch sees none; tb.share(module) is for CPU memory")
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(lib._name, "tb_torch_alloc", "tb_torch_free")
+    pool: Any = torch.cuda.MemPool(allocator.allocator())
+    pool.tensorbus_allocator = allocator  # which the pool uses
+    return pool
 
 
 _tensors.READERS.insert(0, read)

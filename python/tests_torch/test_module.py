@@ -284,3 +284,10 @@ def test_tensors(tmp_path: Path) -> None:
     expected = {name: t.detach().clone() for name, t in sent.items()}
     in_pair(tmp_path, send, recv)
     assert same(expected, {name: t.detach() for name, t in got.items()})
+
+
+def test_allocator_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: tests/gpu/torch_pool.py is for that")
+    with pytest.raises(tb.Refused, match="torch sees none"):
+        tb.torch_allocator()

@@ -105,6 +105,21 @@ tb_status tb_alloc_on(const char *device, size_t nbytes, void **out) {
     return ops->alloc_on(index, nbytes, out);
 }
 
+void *tb_torch_alloc(ptrdiff_t nbytes, int device, void *stream) {
+    char name[32];
+    void *ptr = NULL;
+    (void)stream;
+    snprintf(name, sizeof name, "cuda:%d", device);
+    return nbytes >= 0 && device >= 0 && tb_alloc_on(name, (size_t)nbytes, &ptr) == TB_OK ? ptr : NULL;
+}
+
+void tb_torch_free(void *ptr, ptrdiff_t nbytes, int device, void *stream) {
+    (void)nbytes;
+    (void)device;
+    (void)stream;
+    tb_free(ptr);
+}
+
 bool tb__devices_free(void *address) {
     for (const tb__device_ops *const *ops = atomic_load(&tb__devices); *ops; ops++) {
         if ((*ops)->free_on && (*ops)->free_on(address))

@@ -33,6 +33,18 @@ static void test_units(void **state) {
     assert_null(p);
 }
 
+/* As PyTorch calls them, which has no place for a status. */
+static void test_torch(void **state) {
+    (void)state;
+    int last = tb__gpu_count() - 1;
+    void *p = tb_torch_alloc(100000, last, NULL);
+    assert_int_equal(must_find(p, 100000).index, last);
+    tb_torch_free(p, 100000, last, NULL);
+    assert_null(tb_torch_alloc(100, last + 1, NULL));
+    assert_null(tb_torch_alloc(100, -1, NULL));
+    assert_null(tb_torch_alloc(-1, 0, NULL));
+}
+
 /* The unit that the thread uses, and no other; the first where it uses none. */
 static void test_current(void **state) {
     void *p;
@@ -172,8 +184,9 @@ static void test_fork(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_units),  cmocka_unit_test(test_current),           cmocka_unit_test(test_use),
-        cmocka_unit_test(test_pinned), cmocka_unit_test(test_programs_mappings), cmocka_unit_test(test_fork),
+        cmocka_unit_test(test_units), cmocka_unit_test(test_torch),  cmocka_unit_test(test_current),
+        cmocka_unit_test(test_use),   cmocka_unit_test(test_pinned), cmocka_unit_test(test_programs_mappings),
+        cmocka_unit_test(test_fork),
     };
     need_gpu();
     if (tb__device_open("cuda", &device) != TB_OK) {
