@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,7 @@ class Batch(Handle):
         self._tensors: dict[Pair, list[tuple[str, _tensors.View, tb_tensor]]] = {}
         self._is_registered = False
         self._transfers: dict[bool, Transfer] = {}  # by is_send
-        # Called before every transfer, with is_send: what looks at tensors again, and refuses those that have changed.
-        self._before_transfer: list[Callable[[bool], None]] = []
+        self._watches: list[tuple[Pair, _module.Watch]] = []  # of modules, which look at their tensors again
 
     def _create(self) -> None:
         """Makes the library's batch; or makes it again, with more ties and the same tensors."""
@@ -210,7 +209,7 @@ class Batch(Handle):
             self._ties |= ties
             self._create()
         self._add(pair, described)
-        self._before_transfer.append(watch.look)
+        self._watches.append((pair, watch))
 
     # -- Pairs --
 
@@ -232,6 +231,7 @@ class Batch(Handle):
         with self._use() as batch, self._own(pair)._use() as c_pair:
             lib.tb_batch_remove_pair(batch, c_pair)
             self._tensors.pop(pair, None)
+            self._watches = [(other, watch) for other, watch in self._watches if other is not pair]
 
     def _registering(self, timeout: float | None = None) -> Call[Batch]:
         """Waits until both sides of every pair have added their tensors, and names and shapes agree.
@@ -347,8 +347,8 @@ class Batch(Handle):
         event = None if wait is None else _values.choice("wait", wait, EVENTS)
         self._look_again(is_send)
         self._reap(is_send)
-        for look_again in self._before_transfer:
-            look_again(is_send)
+        for _, watch in self._watches:
+            watch.look(is_send)
         if not self._is_registered:
             self.register(timeout)
         handle = self._stream(stream)
@@ -408,7 +408,7 @@ class Batch(Handle):
             self._bus._batches.remove(self)
             lib.tb_batch_destroy(handle)
             self._tensors.clear()
-            self._before_transfer.clear()
+            self._watches.clear()
 
 
 def _add_all(

@@ -15,6 +15,22 @@ from ._errors import Invalid
 _NUMPY = {"bool": "?", "f16": "f2", "f32": "f4", "f64": "f8", "bf16": "u2"}
 
 
+# Codes of Python's struct module.
+_PYTHON = {
+    "bool": "?",
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "Q",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "f32": "f",
+    "f64": "d",
+}
+
+
 def _numpy_code(name: str) -> str:
     if name in _NUMPY:
         return _NUMPY[name]
@@ -74,6 +90,23 @@ class Memory:
         owner: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         owner.memory = self  # the array has the buffer, and the buffer has this
         return numpy.frombuffer(owner, code).reshape(shape)
+
+    def memoryview(self) -> Any:
+        """A view of it that needs neither NumPy nor PyTorch. Python knows integers, bool, f32 and f64.
+
+        >>> import tensorbus as tb
+        >>> x = tb.empty((2, 3), "i32").memoryview()
+        >>> x[1, 2] = 7
+        >>> x.tolist()[1][2]
+        7
+        """
+        code = _PYTHON.get(self.dtype)
+        if self.device not in ("cpu", "pinned") or code is None or 0 in self.shape:
+            raise _tensors.Invalid(f"{self!r} can't be a memoryview")
+        owner: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        owner.memory = self
+        view: Any = memoryview(owner)
+        return view.cast("B").cast(code, self.shape)
 
     def torch(self) -> Any:
         """A PyTorch tensor of it, of the same dtype."""
