@@ -1,4 +1,4 @@
-"""An engine with tensor parallelism: torchrun --nproc-per-node 2 engine.py. The trainer is trainer.py.
+"""An engine with tensor parallelism: torchrun --standalone --nproc-per-node 2 engine.py. The trainer is trainer.py.
 
 It gets each version whole or not at all. When it loses the trainer, it keeps the version that it has, says whom it has
 lost, and waits for the trainer to come back.

@@ -1,4 +1,4 @@
-"""A trainer with FSDP2: torchrun --nproc-per-node 4 trainer.py. The engine is engine.py.
+"""A trainer with FSDP2: torchrun --standalone --nproc-per-node 4 trainer.py. The engine is engine.py.
 
 After a rank was lost, start it again with --first and the version that comes next.
 """

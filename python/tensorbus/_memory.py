@@ -102,7 +102,7 @@ class Memory:
         """
         code = _PYTHON.get(self.dtype)
         if self.device not in ("cpu", "pinned") or code is None or 0 in self.shape:
-            raise _tensors.Invalid(f"{self!r} can't be a memoryview")
+            raise Invalid(f"{self!r} can't be a memoryview")
         owner: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         owner.memory = self
         view: Any = memoryview(owner)
