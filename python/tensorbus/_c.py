@@ -22,7 +22,6 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
-    c_ssize_t,
     c_uint,
     c_uint32,
     c_uint64,
@@ -38,7 +37,6 @@ from . import _errors
 TB_MAX_DIMS = 8
 TB_MAX_RANKS = 1 << 20
 TB_NO_RANK = -1
-TB_NO_TASK = 2**64 - 1
 
 
 class tb_status(enum.IntEnum):
@@ -311,8 +309,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_call_fd": (c_int, c_void_p),
     "tb_call_result": (tb_status, c_void_p, _OUT),
     "tb_call_destroy": (None, c_void_p),
-    "tb_torch_alloc": (c_void_p, c_ssize_t, c_int, c_void_p),
-    "tb_torch_free": (None, c_void_p, c_ssize_t, c_int, c_void_p),
     "tb_world_enter": (tb_status, c_void_p, c_char_p, c_int32, c_int32),
     "tb_world_destroy": (None, c_void_p),
     "tb_world_seat": (None, c_void_p, POINTER(c_char_p), _I32, _I32),

@@ -6,12 +6,14 @@ from ctypes import byref, c_int64
 from typing import TYPE_CHECKING, Any
 
 from . import _tensors, _values
-from ._c import TB_MAX_DIMS, TB_NO_TASK, lib, tb_copy_opts, tb_copy_view
+from ._c import TB_MAX_DIMS, lib, tb_copy_opts, tb_copy_view
 from ._errors import Error, Invalid
 from ._handle import Handle
 
 if TYPE_CHECKING:
     from ._bus import Bus
+
+_NO_TASK = 2**64 - 1  # TB_NO_TASK
 
 
 class CopyService(Handle):
@@ -38,7 +40,7 @@ class CopyService(Handle):
     def _submit(self, call: Any, parameter: str, tensor: Any, rank: Any, task_id: Any) -> None:
         tensors = tensor if isinstance(tensor, list | tuple) else [tensor]
         rank = _values.integer(parameter, rank, 0, self._size - 1)
-        number = TB_NO_TASK if task_id is None else _values.integer("task_id", task_id, 0, TB_NO_TASK - 1)
+        number = _NO_TASK if task_id is None else _values.integer("task_id", task_id, 0, _NO_TASK - 1)
         views = [_read(i, each, call is lib.tb_copy_submit_recv) for i, each in enumerate(tensors)]
         described = (tb_copy_view * len(views))(*map(_describe, views))
         with self._use() as copy:
