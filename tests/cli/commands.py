@@ -215,6 +215,11 @@ def refusals(clients):
     bad(client.call({**pair, "mesh_shape_payload": pack({"shape": [SIZE]})}), "a mesh and no placements")
     bad(client.call({**pair, "placements_payload": pack([["R"]])}), "placements and no mesh")
     bad(client.call({**pair, "timestamp": "now"}), "timestamp is a string; it must be a number")
+    query = {"type": "QueryStatus", "batch_id": "b"}
+    bad(client.call({**query, "state_name": "colour"}), "QueryStatus: state_name is 'colour'")
+    bad(client.call(query), "QueryStatus: state_name is missing")
+    bad(client.call({**query, "state_name": "version"}), "there is no batch 'b'")
+    bad(client.call({"type": "Transfer", "batch_id": "b", "transfer_type": "push"}), "Transfer: transfer_type is 'push'")
 
 
 agents = []
