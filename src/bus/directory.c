@@ -234,8 +234,6 @@ void tb__directory_close(tb__directory *directory) {
     tb__store_hang_up(d->store);
     pthread_mutex_unlock(&d->lock);
     pthread_join(d->follower, NULL);
-    if (d->has_helper)
-        pthread_join(d->helper, NULL);
     free_directory(d);
 }
 

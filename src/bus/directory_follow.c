@@ -14,6 +14,7 @@
  * lost store is back, so the delays between attempts to reach it grow. */
 enum {
     ROUND_MS = 60000,
+    SILENT_MS = 1000, /* the same while the store does not answer */
     RETRY_MS = 100,
     FIRST_DELAY_MS = 10,
     LONGEST_DELAY_MS = 2000,
@@ -206,8 +207,6 @@ static tb_status rejoin_store_exclusively(tb__directory *d) {
     d->is_call_active = false;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
-    if (status == TB_OK)
-        tb__directory_retry_withdrawals(d); /* notes may have been withdrawn meanwhile */
     return status;
 }
 
@@ -347,6 +346,7 @@ void *tb__directory_follow(void *directory) {
     bool has_warned = false;
     int64_t looked_ms = 0;
     while (!is_closing(d)) {
+        int wait_ms = tb__directory_retry_withdrawals(d) ? SILENT_MS : ROUND_MS;
         /* A call of this process has refreshed the view. */
         if (viewed_revision(d) > d->told) {
             notify_changed(d);
@@ -359,7 +359,7 @@ void *tb__directory_follow(void *directory) {
         tb__store_value hint = {0};
         const char *prefix = choose_prefix(d);
         uint64_t since = !d->is_following_all && seen > d->told ? seen : d->told;
-        tb_status status = tb__store_wait_value(d->store, prefix, since, ROUND_MS, &revision, &hint);
+        tb_status status = tb__store_wait_value(d->store, prefix, since, wait_ms, &revision, &hint);
         bool is_known = status == TB_OK && is_known_hint(d, &hint), is_hinted = hint.nbytes > 0;
         tb__store_value_fini(&hint);
         if (is_known)

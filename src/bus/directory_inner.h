@@ -45,9 +45,7 @@ struct tb__directory {
     bool is_closing;
     bool must_follow; /* all changes under "now/" have to be followed, not only the hints */
     bool is_following_all;
-    bool is_silent;   /* the last request to the store had no answer in time */
-    pthread_t helper; /* deletes notes that could not be deleted when they were withdrawn */
-    bool has_helper;
+    bool is_silent;  /* the last request to the store had no answer in time */
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
     bool has_warned;               /* about the loss */
@@ -93,8 +91,9 @@ const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *
 
 /* Deletes withdrawn notes from the store. By the active call. */
 tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadline *deadline);
-/* The same in the background, as soon as the store answers. */
-void tb__directory_retry_withdrawals(tb__directory *d);
+/* The same by the following thread, if it could not be done at once. Returns whether to try again, or to expect that,
+ * soon: the store does not answer. */
+bool tb__directory_retry_withdrawals(tb__directory *d);
 void tb__directory_free_notes(tb__directory *d);
 
 /* The deadline of a call with this timeout. */

@@ -1,18 +1,15 @@
 /* The notes that this process publishes.
  *
  * A withdrawn note stays in the list until the store has confirmed its deletion, so that withdrawing need not wait for
- * a store that does not answer. What is left is deleted when a lost store is rejoined, or by a thread, which is started
- * when it is needed. */
+ * a store that does not answer. What is left is deleted by the thread that follows the store, or when a lost store is
+ * rejoined. */
 #include "bus/directory_inner.h"
 
-#include "base/log.h"
-
-#include <errno.h>
 #include <inttypes.h>
 #include <string.h>
 
 /* MAX_UNLISTED: longer notes are listed by who publishes them, to find out whether they are too long together. */
-enum { RETRY_MS = 1000, MAX_UNLISTED = 512 };
+enum { MAX_UNLISTED = 512 };
 
 /* To publish a note. */
 typedef struct note_request {
@@ -97,38 +94,28 @@ static tb_status delete_withdrawn_and_refresh(tb__directory *d, const tb__store_
     return tb__directory_must_follow(d) ? tb__directory_refresh_within(d, deadline) : TB_OK;
 }
 
-static void *withdraw_thread(void *arg) {
-    tb__directory *d = arg;
+bool tb__directory_retry_withdrawals(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    while (!d->is_closing) {
-        if (!has_withdrawn_notes(d)) {
-            pthread_cond_wait(&d->freed, &d->lock);
-            continue;
-        }
-        pthread_mutex_unlock(&d->lock);
-        tb__store_deadline deadline = tb__directory_deadline(d->opts.timeout_ms);
-        tb_status status = tb__directory_begin_call(d, &deadline, true);
-        if (status == TB_OK)
-            status = tb__directory_end_call(d, delete_withdrawn_and_refresh(d, &deadline));
-        struct timespec until = tb__time_of_ms(tb__now_ms() + RETRY_MS);
-        pthread_mutex_lock(&d->lock);
-        while (status != TB_OK && !d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
-            ;
-    }
+    bool is_owing = has_withdrawn_notes(d), is_silent = d->is_silent;
     pthread_mutex_unlock(&d->lock);
-    return NULL;
+    if (!is_owing)
+        return is_silent;
+    tb__store_deadline deadline = tb__directory_deadline(d->opts.timeout_ms);
+    tb_status status = tb__directory_begin_call(d, &deadline, true);
+    if (status == TB_OK)
+        status = tb__directory_end_call(d, delete_withdrawn_and_refresh(d, &deadline));
+    pthread_mutex_lock(&d->lock);
+    d->is_silent &= status != TB_OK;
+    pthread_mutex_unlock(&d->lock);
+    return status != TB_OK;
 }
 
-void tb__directory_retry_withdrawals(tb__directory *d) {
+/* Has the following thread delete what could not be deleted. */
+static void leave_to_follower(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    bool is_missing = has_withdrawn_notes(d) && !d->has_helper && !d->is_closing;
-    if (is_missing)
-        d->has_helper = tb__start_thread(&d->helper, "tb-withdraw", withdraw_thread, d) == TB_OK;
-    bool has_failed = is_missing && !d->has_helper;
-    pthread_cond_broadcast(&d->freed);
+    if (has_withdrawn_notes(d) && !d->is_closing)
+        tb__store_interrupt(d->store);
     pthread_mutex_unlock(&d->lock);
-    if (has_failed)
-        tb__log(TB_LOG_WARN, "directory: what was withdrawn stays in the store for now: %s", tb_error_detail());
 }
 
 static tb_status check_note(const tb__directory *d, const char *group, int32_t index) {
@@ -219,7 +206,7 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
         status = tb__directory_end_call(directory, publish_note(directory, &deadline, &request));
     } while (tb__directory_should_retry(&deadline, status));
     if (status != TB_OK)
-        tb__directory_retry_withdrawals(directory);
+        leave_to_follower(directory);
     return status;
 }
 
@@ -269,7 +256,7 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
         is_over = !tb__directory_should_retry(&deadline, status);
     }
     if (status != TB_OK)
-        tb__directory_retry_withdrawals(directory);
+        leave_to_follower(directory);
     return status;
 }
 
