@@ -44,7 +44,7 @@ static void add_mistakes(rank *r) {
     check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");
     t = good;
     t.wire_dtype = TB_DTYPE_COUNT;
-    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "which is no dtype");
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "which is not a dtype");
     t = good;
     t.shape[0] = -1;
     check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");

@@ -362,7 +362,7 @@ static void nonsense(void **state) {
     if (store_of_places) { /* etcd lets everybody write */
         set_text(store, "next_rank", "-3");
         assert_fails(try_open(p->url, "i", 0, 1, &other), TB_INVALID,
-                     "take a block for 'blocks/i/1': it is no counter");
+                     "take a block for 'blocks/i/1': it is not a counter");
         set_text(store, "next_rank", "1048576");
     } else {
         assert_fails(tb__store_set(store, "next_rank", "-3", 2, TB__STORE_PERMANENT, NULL), TB_DENIED, "a counter");

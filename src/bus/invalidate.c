@@ -102,7 +102,7 @@ tb_status tb__local_world_invalidate(tb_world *world, const void *base, size_t n
 tb_status tb__world_invalidate_until(tb_world *world, const void *base, size_t nbytes, int64_t deadline_ms) {
     invalidation t = {.world = world, .first = (uintptr_t)base};
     if (__builtin_add_overflow(t.first, nbytes, &t.last))
-        return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);
+        return tb__fail(TB_INVALID, "%zu bytes at %p run past the last address", nbytes, base);
     if (tb__loop_is_driver(world->loop))
         return tb__fail(TB_REFUSED, "memory can't be invalidated by a function that the library calls: it would wait "
                                     "for itself");

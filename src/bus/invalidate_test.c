@@ -702,7 +702,7 @@ static void test_bad_arguments(void **state) {
     tb_world *world;
     scene_init(&s);
     check_ok(tb_world_join(s.url, "a", 0, 1, NULL, &world));
-    check_fails(tb_world_invalidate(world, (void *)16, SIZE_MAX), TB_INVALID, "are no memory");
+    check_fails(tb_world_invalidate(world, (void *)16, SIZE_MAX), TB_INVALID, "run past the last address");
     check_ok(tb_world_invalidate(world, NULL, 0));
     tb_world_destroy(world);
     scene_fini(&s);

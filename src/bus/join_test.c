@@ -143,7 +143,7 @@ static void test_strangers(void **state) {
     } cases[] = {{"HTTP/1.1 400 Bad Request\r\n\r\n", "a program that is not a tensorbus store listens there"},
                  {"SSH-2.0-OpenSSH_9.2\r\n", "a program that is not a tensorbus store listens there"},
                  {echo, "a program that is not a tensorbus store listens there"},
-                 {NULL, "has closed the connection without an answer: it is no tensorbus store, or just ending"}};
+                 {NULL, "has closed the connection without an answer: it is not a tensorbus store, or it is ending"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         stranger s;
         int port;
@@ -167,7 +167,7 @@ static void test_who_has_the_port(void **state) {
     char url[64];
     tb__store_server *server = NULL, *other = NULL;
     snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port);
-    check_fails(join(url, 300), TB_TIMEOUT, "silent, somebody listens there but does not answer");
+    check_fails(join(url, 300), TB_TIMEOUT, "silent: a program listens there, but does not answer");
     check_fails(tb__store_server_start(url, "", &server), TB_CONFLICT, "not by a tensorbus store that answers");
     close(fd);
     check_ok(tb__store_server_start("tcp://127.0.0.1:0", "a secret of more than thirty-two bytes", &server));

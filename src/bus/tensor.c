@@ -179,7 +179,7 @@ tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *
     t->shape.ndim = given->ndim;
     memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
     if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
-        return tb__fail(TB_INVALID, "its wire_dtype is %d, which is no dtype", (int)given->wire_dtype);
+        return tb__fail(TB_INVALID, "its wire_dtype is %d, which is not a dtype", (int)given->wire_dtype);
     if (given->group == UINT32_MAX)
         return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
     TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));

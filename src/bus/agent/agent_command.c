@@ -197,9 +197,9 @@ static tb_status add_named_pairs(agent_job *job, agent_batch *b) {
 /* Pairs change only between transfers. */
 static tb_status begin_change(agent_job *job, agent_batch *b) {
     if (b->is_changing)
-        return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
+        return tb__fail(TB_REFUSED, "pairs are being added to batch '%.100s' or removed from it", b->id);
     if (b->is_busy[0] || b->is_busy[1])
-        return tb__fail(TB_REFUSED, "batch '%.100s' is being %s; pairs come and go between transfers", b->id,
+        return tb__fail(TB_REFUSED, "batch '%.100s' is being %s; pairs are added and removed between transfers", b->id,
                         b->is_busy[1] ? "sent" : "received");
     b->is_changing = true;
     job->batch = b;

@@ -277,7 +277,7 @@ static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
 static tb_status check_free(const agent_batch *b, bool is_send) {
     TB_TRY(tb__agent_check_registered(b));
     if (b->is_changing)
-        return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
+        return tb__fail(TB_REFUSED, "pairs are being added to batch '%.100s' or removed from it", b->id);
     if (b->is_busy[is_send])
         return tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
     if (b->is_busy[!is_send] && tb__agent_has_mirrors(b)) /* both would use one copy of the tensors */

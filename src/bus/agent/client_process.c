@@ -182,7 +182,7 @@ tb_status tb__client_process_check_memory(const tb__client_process *process, uin
     char path[64], line[512];
     uint64_t at = address, stop;
     if (__builtin_add_overflow(address, nbytes, &stop))
-        return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " are no memory", nbytes, address);
+        return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " run past the last address", nbytes, address);
     TB_TRY(check_alive(process));
     snprintf(path, sizeof path, "/proc/%ld/maps", (long)process->pid);
     FILE *maps = fopen(path, "re");

@@ -152,7 +152,8 @@ static tb_status call(remote_world *w, tb__message *message, int timeout_ms, con
 tb_status tb__remote_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
     remote_world *w = (remote_world *)world;
     if (index < 0 || size < 1 || index >= size)
-        return tb__fail(TB_INVALID, "seat %" PRId32 " of %" PRId32 " in group '%.100s' can't be", index, size, group);
+        return tb__fail(TB_INVALID, "seat %" PRId32 " of %" PRId32 " in group '%.100s' does not exist", index, size,
+                        group);
     tb__message m = {.kind = TB__ENTER, .group_name = group, .seat = (uint64_t)index, .seats = (uint64_t)size};
     TB_TRY(call(w, &m, w->timeout_ms, "entered the group", NULL));
     tb__link_lock(w->link);
@@ -197,7 +198,7 @@ tb_status tb__remote_world_invalidate(tb_world *world, const void *base, size_t 
     remote_world *w = (remote_world *)world;
     uintptr_t first = (uintptr_t)base, last;
     if (__builtin_add_overflow(first, nbytes, &last))
-        return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);
+        return tb__fail(TB_INVALID, "%zu bytes at %p run past the last address", nbytes, base);
     tb__message m = {.kind = TB__INVALIDATE, .address = first, .nbytes = nbytes};
     tb_status status = TB_OK;
     tb__link_lock(w->link);

@@ -165,7 +165,7 @@ static void test_refusals_name_the_field(void **state) {
     begin(&h, 1);
     str(&h, "type");
     assert_true(tb__vec_push(&h.bytes, 0xc1));
-    expect_refused(&h, "a frame of 7 bytes: 0xc1 begins no MessagePack value");
+    expect_refused(&h, "a frame of 7 bytes: 0xc1 does not begin a MessagePack value");
 }
 
 static void test_any_order_and_unknown_keys(void **state) {

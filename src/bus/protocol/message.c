@@ -42,7 +42,7 @@ const char *tb__event_name_text(tb__event_name name) {
 
 /* Every command has these after its own fields; options follow. */
 #define COMMON                                                                                                         \
-    FIELD("timestamp", MAYBE_FLOAT, NILABLE, timestamp, ABOUT("the client's time, in seconds, or an int; nobody here uses it")),  \
+    FIELD("timestamp", MAYBE_FLOAT, NILABLE, timestamp, ABOUT("the client's time, in seconds, or an int; the agent does not use it")),  \
     FIELD("semaphore_name", TEXT, NILABLE, semaphore_name, ABOUT("posted when the command has succeeded or failed"))
 #define TIMEOUT                                                                                                        \
     FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("after which the command fails; default: the agent's own"))
@@ -215,7 +215,7 @@ static const tb__field reply[] = {
 
 static const tb__field event[] = {
     FIELD("seq", UINT, REQUIRED, seq, ABOUT("which frame the Transfer was")),
-    FIELD("event", CHOICE, REQUIRED, event, CHOICES(events), ABOUT("what has come about")),
+    FIELD("event", CHOICE, REQUIRED, event, CHOICES(events), ABOUT("which event")),
     FIELD("status", STATUS, REQUIRED, status, MAX(MOST_STATUS), ABOUT("0, or the code of a failure")),
     FIELD("message", SENTENCE, REQUIRED, message, ABOUT("why it failed; empty if it did not")),
     FIELD("version", MAYBE_UINT, OPTION, version, ABOUT("the transfer's number, once it is known")),

@@ -133,7 +133,7 @@ static tb_status take_tagged(tb__cursor *from, unsigned tag, tb__value *out) {
         TB_TRY(take_big_endian(from, tag == 0xde ? 2 : 4, &n));
         return take_count(from, n, TB__VALUE_MAP, out);
     default:
-        return tb__fail(TB_INVALID, "0x%02x begins no MessagePack value", tag);
+        return tb__fail(TB_INVALID, "0x%02x does not begin a MessagePack value", tag);
     }
 }
 

@@ -242,7 +242,7 @@ tb_status tb__address_check_server(const tb__address *address, int fd) {
     if (!address->is_unix)
         return TB_OK;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0)
-        return tb__fail(TB_IO, "%s: who serves it: %s", address->url, strerror(errno));
+        return tb__fail(TB_IO, "%s: SO_PEERCRED: %s", address->url, strerror(errno));
     if (peer.uid != geteuid())
         return tb__fail(TB_DENIED, "%s: served by user %u, and this is user %u", address->url, (unsigned)peer.uid,
                         (unsigned)geteuid());

@@ -186,7 +186,7 @@ static tb_status etcd_count(etcd_client *c, const char *key, const tb__store_mes
         size_t length;
         tb__store_value_fini(&value);
         if (!is_number)
-            return tb__fail(TB_INVALID, "it is no counter");
+            return tb__fail(TB_INVALID, "it is not a counter");
         bool is_raised = number < q->revision;
         number = is_raised ? q->revision : number;
         TB_TRY(tb__counter_add(number, q->number, text, &length));
@@ -208,7 +208,7 @@ static tb_status read_counter(const json_t *reply, size_t i, uint64_t *number, u
     bool is_number = !value.data || tb__counter_decode(value.data, value.nbytes, number);
     *revision = value.revision;
     tb__store_value_fini(&value);
-    return is_number ? TB_OK : tb__fail(TB_INVALID, "it is no counter");
+    return is_number ? TB_OK : tb__fail(TB_INVALID, "it is not a counter");
 }
 
 /* The first attempt supposes an empty store, and finds out what is there. Who asks for the same key does not try
@@ -273,7 +273,8 @@ static tb_status read_page(etcd_client *c, listing *l) {
     if (json_array_append_new(l->pages, page) != 0)
         return tb__fail(TB_NO_MEMORY, "no memory for a list");
     if (has_more && length == 0)
-        return tb__fail(TB_IO, "%s: a list of etcd's does not go on", c->url);
+        return tb__fail(TB_IO, "%s: etcd says that a list has more keys, but does not send the last key of a page",
+                        c->url);
     /* No key of ours lies before this one. */
     memcpy(l->from.text + length, "\1", 2);
     l->is_complete = !has_more;
@@ -458,7 +459,7 @@ static tb_status grant_lease(etcd_client *c, int64_t deadline_ms) {
     c->lease_ms = tb__etcd_read_number(reply, "TTL") * 1000;
     json_decref(reply);
     if (c->lease == 0 || c->lease_ms < 1000)
-        return tb__fail(TB_REFUSED, "%s: what answers grants no leases: it is no etcd", c->url);
+        return tb__fail(TB_REFUSED, "%s: the server grants no leases: it is not etcd", c->url);
     return TB_OK;
 }
 

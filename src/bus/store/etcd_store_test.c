@@ -279,8 +279,8 @@ static void strange_answers(void **state) {
         tb_status status;
         const char *text;
     } cases[] = {
-        {"404 Not Found", "Not Found", TB_REFUSED, "no etcd 3.4"},
-        {"200 OK", "hello", TB_REFUSED, "no JSON"},
+        {"404 Not Found", "Not Found", TB_REFUSED, "not etcd 3.4"},
+        {"200 OK", "hello", TB_REFUSED, "not JSON"},
         {"200 OK", "{}", TB_IO, "refuses a change"},
         {"200 OK", "{\"succeeded\":true}", TB_REFUSED, "grants no leases"},
         {"200 OK", "{\"kvs\":[{\"key\":\"?\",\"value\":1}]}", TB_IO, "an entry without mod_revision"},

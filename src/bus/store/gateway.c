@@ -389,7 +389,7 @@ static outcome read_http_error(attempt *a, long http) {
         a->status = tb__fail(TB_REFUSED, "%s: it speaks TLS: put ?ca=FILE with its CA behind the address", url);
     } else if (!code || !message) {
         a->status =
-            tb__fail(TB_REFUSED, "%s: HTTP status %ld for %s: this is no etcd 3.4 or newer", url, http, a->call->path);
+            tb__fail(TB_REFUSED, "%s: HTTP status %ld for %s: this is not etcd 3.4 or newer", url, http, a->call->path);
     } else {
         tb__set_detail("%s: etcd says: %.200s", url, message);
         switch ((int)a->call->code) {
@@ -430,7 +430,7 @@ static outcome read_http_answer(attempt *a, json_t **reply) {
     if (*reply)
         return ANSWERED;
     a->status =
-        tb__fail(TB_REFUSED, "%s: what answers %s sends no JSON: it is no etcd", a->gateway->url, a->call->path);
+        tb__fail(TB_REFUSED, "%s: the answer to %s is not JSON: it is not etcd's", a->gateway->url, a->call->path);
     return FAILED;
 }
 

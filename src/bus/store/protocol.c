@@ -151,7 +151,7 @@ static void take_message(cursor *c, tb__store_message *m) {
         if (*name == 'n' && !m->is_reply && m->version != TB__STORE_VERSION && !c->wrong)
             return;
     }
-    reject(c, c->at != c->end, "it goes on after its last field");
+    reject(c, c->at != c->end, "bytes follow its last field");
 }
 
 tb_status tb__store_decode(tb__blob frame, tb__store_message *out) {

@@ -355,7 +355,7 @@ _Static_assert(sizeof handlers / sizeof *handlers == TB__STORE_NOPS, "every oper
 void tb__session_serve(tb__session *session, const tb__store_message *request) {
     tb_status status = TB_OK;
     if (request->is_reply)
-        status = tb__fail(TB_INVALID, "a reply where a request belongs");
+        status = tb__fail(TB_INVALID, "a reply, where a request was expected");
     else if (!session->has_hello && request->op != TB__STORE_HELLO)
         status = tb__fail(TB_INVALID, "a %s before the hello", tb__store_op_name(request->op));
     else if (!session->has_proved && request->op > TB__STORE_PROVE)

@@ -265,8 +265,9 @@ static tb_status fail_hello(const socket_client *c) {
     if (c->link->is_malformed)
         return tb__fail(TB_LOST, "%s: a program that is not a tensorbus store listens there", c->address.url);
     return tb__fail(TB_LOST,
-                    "%s: who listens there has closed the connection without an answer: it is no tensorbus store, or "
-                    "just ending",
+                    "%s: the program that listens there has closed the connection without an answer: it is not a "
+                    "tensorbus store, or "
+                    "it is ending",
                     c->address.url);
 }
 
@@ -304,7 +305,7 @@ static tb_status connect_client(socket_client *c, int64_t deadline_ms) {
     TB_TRY(tb__address_check_server(&c->address, fd));
     tb_status status = prove_token(c, deadline_ms);
     if (status == TB_TIMEOUT)
-        return tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", c->address.url);
+        return tb__fail(TB_TIMEOUT, "%s: silent: a program listens there, but does not answer", c->address.url);
     if (status == TB_LOST)
         return fail_hello(c);
     return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", c->address.url) : status;

@@ -124,7 +124,7 @@ static void counters(void **state) {
     assert_text(f->a, "c", "8");
     assert_fails(tb__store_count(f->a, "c", 0, INT64_MAX, &before), TB_TOO_BIG, "count 'c'");
     set_text(f->a, "d", "-1");
-    assert_fails(tb__store_count(f->a, "d", 0, 1, &before), TB_INVALID, "it is no counter");
+    assert_fails(tb__store_count(f->a, "d", 0, 1, &before), TB_INVALID, "it is not a counter");
     assert_int_equal(before, 7);
 }
 
@@ -150,8 +150,8 @@ static void blocks(void **state) {
     assert_int_equal(next, 101);
     assert_fails(tb__store_take_block(f->a, "next", "blocks/v", INT64_MAX, &first, &next), TB_TOO_BIG, "blocks/v");
     set_text(f->a, "text", "-1");
-    assert_fails(tb__store_take_block(f->a, "next", "text", 1, &first, &next), TB_INVALID, "it is no counter");
-    assert_fails(tb__store_take_block(f->a, "text", "blocks/v", 1, &first, &next), TB_INVALID, "it is no counter");
+    assert_fails(tb__store_take_block(f->a, "next", "text", 1, &first, &next), TB_INVALID, "it is not a counter");
+    assert_fails(tb__store_take_block(f->a, "text", "blocks/v", 1, &first, &next), TB_INVALID, "it is not a counter");
     assert_int_equal(first, 40);
 }
 
@@ -514,7 +514,7 @@ static void frames(void **state) {
     assert_fails(decode_frame(bytes.item, bytes.count, bytes.count - 5, &out, &used), TB_TOO_BIG, "at most");
     bytes.item[0]++;
     assert_true(tb__vec_push(&bytes, 0));
-    assert_fails(decode_frame(bytes.item, bytes.count, TB__STORE_MAX_REPLY, &out, &used), TB_INVALID, "goes on");
+    assert_fails(decode_frame(bytes.item, bytes.count, TB__STORE_MAX_REPLY, &out, &used), TB_INVALID, "bytes follow");
     assert_int_equal(out.id, 5);
     free(entries.item);
     free(bytes.item);

@@ -164,7 +164,7 @@ static tb_status read_counter(const tb__store_table *table, tb__blob key, uint64
     *out = 0;
     if (present &&
         (!present->is_counter || !tb__counter_decode(tb__record_value(present).data, present->value_nbytes, out)))
-        return tb__fail(TB_INVALID, "it is no counter");
+        return tb__fail(TB_INVALID, "it is not a counter");
     return TB_OK;
 }
 

@@ -56,10 +56,10 @@ void tb__store_table_range(const tb__store_table *table, tb__blob prefix, size_t
 tb_status tb__store_table_set(tb__store_table *table, tb__blob key, tb__blob value, const tb__key_owner *owner,
                               tb__store_lifetime lifetime);
 
-/* tb__store_count. TB_INVALID if the key is no counter. */
+/* tb__store_count. TB_INVALID if the key is not a counter. */
 tb_status tb__store_table_count(tb__store_table *table, tb__blob key, uint64_t least, uint64_t add, uint64_t *before);
 
-/* tb__store_take_block. TB_INVALID if one of the keys is no counter. */
+/* tb__store_take_block. TB_INVALID if one of the keys is not a counter. */
 tb_status tb__store_table_take_block(tb__store_table *table, tb__blob counter, tb__blob key, uint64_t count,
                                      uint64_t *first, uint64_t *next);
 
