@@ -18,12 +18,11 @@ enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, GPU, CHECK, JSON };
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
     [ROUNDS] = {"rounds", "N", "how often each line is measured (5, with --gpu 15; fewer where that would take long)"},
-    [SIZE] = {"size", "BYTES",
-              "what the sources hold together (1GiB, less on a slow machine; in small, a quarter of it)"},
+    [SIZE] = {"size", "BYTES", "what the sources hold together (1GiB, with --gpu 2GiB; in small, a quarter of it)"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
     [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
     [PEERS] = {"peers", NULL,
-               "also measure row_col with MPI (MPI_Alltoallw) and torch (Gloo); with --gpu, all with torch"},
+               "also measure row_col with MPI (MPI_Alltoallw) and torch (Gloo); with --gpu, most with torch"},
     [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
     [GPU] = {"gpu", NULL, "measure the lines of tensors in GPU memory instead"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
@@ -194,7 +193,7 @@ const tool_command tool_bench = {
     .name = "bench",
     .summary = "move tensors between processes and measure it against memcpy",
     .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
-             "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [--json]\n"
+             "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [OPTION...]\n"
              "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
