@@ -1,7 +1,9 @@
 /* Memory of a GPU that is unmapped and mapped again, as vLLM's sleep mode does it: two processes, of which one sends
  * and one receives, give up the memory of their tensors fifty times. Nothing uses it meanwhile, the old batch fails by
  * name, a new one moves every element, and neither memory of the GPU nor descriptors are lost. With and without agents.
- */
+ *
+ * The driver tells only how much memory of the GPU is free to all processes together. If that went down, the cycles are
+ * repeated: memory that they lose is lost every time, but what another process has taken only once. */
 #include "bus/members_test.h"
 
 #include "../tests/support/cuda_program.h"
@@ -11,6 +13,7 @@
 
 enum {
     CYCLES = 50,
+    ROUNDS = 8,   /* of these cycles, at most */
     SETTLED = 10, /* by this cycle, caches have what they keep */
     NPIECES = 4,
     NBYTES = NPIECES * PIECE,
@@ -33,11 +36,17 @@ static bool is_sender(const member *m) {
     return m->position == 0;
 }
 
-/* Waits until both have come. */
-static void meet(member *m) {
+/* Waits until both have come. Whether either of them says yes. */
+static bool ask_both(member *m, bool mine) {
+    char theirs[8] = "";
     int round = m->nbarriers++;
-    assert_ok(say_of(m->store, "here", round, m->position, ""));
-    assert_ok(hear_of(m->store, "here", round, 1 - m->position, PATIENCE_MS, NULL, 0));
+    assert_ok(say_of(m->store, "here", round, m->position, mine ? "yes" : "no"));
+    assert_ok(hear_of(m->store, "here", round, 1 - m->position, PATIENCE_MS, theirs, sizeof theirs));
+    return mine || strcmp(theirs, "yes") == 0;
+}
+
+static void meet(member *m) {
+    ask_both(m, false);
 }
 
 /* Of this process, or of its agent. */
@@ -122,9 +131,25 @@ static void run_cycle(member *m, tb_pair *pair, int cycle, size_t *nfree) {
     tb_batch_destroy(batch);
 }
 
+/* Whether less memory of the GPU was free after the cycles, for either of the two. */
+static bool run_cycles(member *m, tb_pair *pair) {
+    size_t nfree = 0, free_before = 0, fds_before = 0;
+    for (int i = 0; i < CYCLES; i++) {
+        run_cycle(m, pair, i, &nfree);
+        if (i == SETTLED) {
+            free_before = nfree;
+            fds_before = count_descriptors(m);
+        }
+    }
+    printf("%s: %zu bytes of the GPU were free after cycle %d, %zu after %d; %zu descriptors, then %zu\n",
+           is_sender(m) ? "sender" : "receiver", free_before, SETTLED, nfree, CYCLES, fds_before, count_descriptors(m));
+    assert_true(count_descriptors(m) <= fds_before + SLACK_FDS);
+    return ask_both(m, nfree + SLACK < free_before);
+}
+
 static int play(const char *url, const char *arg) {
     member m = {.url = url, .position = atoi(arg)};
-    size_t nfree = 0, free_before = 0, fds_before = 0;
+    int round = 0;
     tb_pair *pair;
     assert_ok(tb__cuda_load());
     m.store = open_store(url);
@@ -134,18 +159,11 @@ static int play(const char *url, const char *arg) {
     const char *group = is_sender(&m) ? "a" : "b";
     assert_ok(getenv("TB_AGENTS") ? join_agent(group, &m.world) : join_bus(url, group, 0, 1, &m.world));
     assert_ok(tb_pair_create(m.world, "p", is_sender(&m) ? "b" : "a", "mesh=1 place=R", NULL, &pair));
-    for (int i = 0; i < CYCLES; i++) {
-        run_cycle(&m, pair, i, &nfree);
-        if (i == SETTLED) {
-            free_before = nfree;
-            fds_before = count_descriptors(&m);
-        }
-    }
-    printf("%s: %zu bytes of the GPU were free after cycle %d, %zu after %d; %zu descriptors, then %zu\n",
-           is_sender(&m) ? "sender" : "receiver", free_before, SETTLED, nfree, CYCLES, fds_before,
-           count_descriptors(&m));
-    assert_true(nfree + SLACK >= free_before);
-    assert_true(count_descriptors(&m) <= fds_before + SLACK_FDS);
+    while (round < ROUNDS && run_cycles(&m, pair))
+        round++;
+    if (round == ROUNDS)
+        fail_msg("memory of the GPU was lost in each of %d rounds; does another program allocate all the time?",
+                 ROUNDS);
     tb_pair_destroy(pair);
     tb_world_destroy(m.world);
     tb__store_close(m.store);
