@@ -163,6 +163,44 @@ static void test_device_that_is_not_used(void **state) {
     run_kinds(all, sizeof all / sizeof *all);
 }
 
+/* Small tensors share a bucket, which is staged as a whole: the reason names the tensor that it is of. */
+static void send_in_one_bucket(rank *r) {
+    static const kind all[] = {{.name = "good", .at_sender = DEVICE, .at_receiver = DEVICE},
+                               {.name = "bad", .at_sender = UNSHAREABLE, .at_receiver = DEVICE}};
+    part parts[2];
+    tb_pair *pair;
+    tb_batch *batch;
+    char *dump;
+    check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? from : to, NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    for (int i = 0; i < 2; i++) {
+        init_tensor(r, &all[i], &parts[i]);
+        tb_tensor t = part_tensor(&parts[i]);
+        check_ok(tb_batch_add(batch, pair, all[i].name, &t));
+    }
+    send_once(r, batch, parts, 2, 1);
+    check_ok(tb_batch_dump(batch, is_a(r), &dump));
+    for (int i = 0; i < 2; i++) {
+        char name[40];
+        snprintf(name, sizeof name, "  %s [", all[i].name);
+        const char *line = strstr(dump, name), *end = line ? strchr(line, '\n') : NULL;
+        const char *why = line ? strstr(line, "staged (tensor 'bad' is in its bucket: rank ") : NULL;
+        if (!end || !why || why > end)
+            fails(__FILE__, __LINE__, all[i].name, dump);
+    }
+    free(dump);
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    for (int i = 0; i < 2; i++)
+        fini_tensor(r, &all[i], &parts[i]);
+}
+
+static void test_one_bucket(void **state) {
+    (void)state;
+    run_ranks(send_in_one_bucket, 1, 2, NULL);
+}
+
 /* What could not be mapped, or not be shared, is tried again when the batch is made again. */
 static void fail_calls(rank *r) {
     static const struct {
@@ -209,6 +247,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_each_tensor_for_itself),
         cmocka_unit_test(test_device_that_is_not_used),
+        cmocka_unit_test(test_one_bucket),
         cmocka_unit_test(test_calls_that_fail),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

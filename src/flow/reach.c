@@ -115,27 +115,41 @@ static reading begin_reading(const tb__flow *flow, const tb__flow_tensor *t) {
     return (reading){.device = device, .unit = memory.index};
 }
 
-/* Why a bucket can't be read from the lane's senders; NULL: it can. */
+/* Why a chunk can't be read from the lane's senders; NULL: it can. */
+static const char *why_staged_piece(tb__flow *flow, const lane *l, const tb_chunk *chunk, reading *r) {
+    const char *why = NULL;
+    for (uint32_t i = 0; i < l->nsenders && !why; i++)
+        why = why_staged_chunk(flow, chunk, &flow->members[l->senders[i]], r);
+    if (!why && r->has_unmapped && r->device->ops != &tb__host_device_ops)
+        why = tb__flow_keep_reason(flow, "rank %" PRId32 " can't map its memory, and device %s would have to read it",
+                                   flow->o.rank, r->device->ops->name);
+    return why;
+}
+
+/* Why a bucket can't be read from the lane's senders; NULL: it can. If that is so because of some of its tensors, the
+ * reason names the first of them. */
 static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_bucket *bucket, bool *is_for_device) {
     const tb_ir *ir = flow->setup.ir;
-    const tb__device *host = tb__loop_find_device(flow->o.loop, NULL, 0);
-    const char *why = NULL;
-    bool has_unmapped = false;
-    for (size_t i = 0; i < bucket->nentries && !why; i++) {
+    const char *first_why = NULL, *first_name = NULL;
+    bool has_unmapped = false, is_any_read = false;
+    for (size_t i = 0; i < bucket->nentries; i++) {
         const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
-        reading r = begin_reading(flow, &flow->tensors[chunk->tensor]);
-        for (uint32_t j = 0; j < l->nsenders && !why; j++)
-            why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &r);
-        if (!why && r.has_unmapped && r.device != host)
-            why =
-                tb__flow_keep_reason(flow, "rank %" PRId32 " can't map its memory, and device %s would have to read it",
-                                     flow->o.rank, r.device->ops->name);
+        const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+        reading r = begin_reading(flow, t);
+        const char *why = why_staged_piece(flow, l, chunk, &r);
+        if (why && !first_why) {
+            first_why = why;
+            first_name = t->spec.name;
+        }
+        is_any_read |= !why;
         has_unmapped |= r.has_unmapped;
-        *is_for_device = (*is_for_device || i == 0) && r.device != host;
+        *is_for_device = (*is_for_device || i == 0) && r.device->ops != &tb__host_device_ops;
     }
-    if (!why && l->nsenders > MAX_SENDERS_READ && has_unmapped)
-        why = tb__flow_keep_reason(flow, "rank %" PRId32 " would have to read too many ranks at a time", flow->o.rank);
-    return why;
+    if (first_why && is_any_read)
+        return tb__flow_keep_reason(flow, "tensor '%.100s' is in its bucket: %s", first_name, first_why);
+    if (!first_why && l->nsenders > MAX_SENDERS_READ && has_unmapped)
+        return tb__flow_keep_reason(flow, "rank %" PRId32 " would have to read too many ranks at a time", flow->o.rank);
+    return first_why;
 }
 
 /* This rank's own data is never staged: where one unit of a device can't read what another one has, the device itself
