@@ -39,12 +39,28 @@ static void move_in_on_device(rank *r, client_setup *s, const plan *p) {
     check_ok(guest_register(s->batch, 0));
 }
 
+/* The dump says of each direction what the program copies, and why. */
+static void check_dump(const rank *r, const client_setup *s, const plan *p) {
+    bool is_copied = p->is_private || p->house.no_gpu;
+    for (int is_send = 0; is_send < 2; is_send++) {
+        char *dump, line[160];
+        snprintf(line, sizeof line, "\n  w on slow:1 is copied by its program %s: %s\n",
+                 is_send ? "to host memory before each send" : "from host memory after each receive",
+                 p->is_private ? "its memory can't be shared" : "the agent can't map its memory");
+        check_ok(tb_batch_dump(s->batch->batch, is_send, &dump));
+        if (!p->fails_to_map && (strstr(dump, line) != NULL) != is_copied)
+            fails(__FILE__, __LINE__, r->group, dump);
+        free(dump);
+    }
+}
+
 static void exchange_versions(rank *r) {
     const plan *p = (const plan *)r->scene;
     client_setup s;
     move_in_on_device(r, &s, p);
     for (uint32_t version = 1; version <= 4; version++)
         client_exchange(r, &s, version % 2 ? "a" : "b", version);
+    check_dump(r, &s, p);
     meet(r);
     check(p->nmappings ? slow_device_count_mappings() >= p->nmappings : slow_device_count_mappings() == 0);
     meet(r);

@@ -2,6 +2,7 @@
 #include "bus/client/remote.h"
 
 #include "base/log.h"
+#include "base/text.h"
 #include "bus/world.h"
 #include "device/host/memory.h"
 #include "layout/overlap.h"
@@ -442,21 +443,37 @@ tb_status tb__remote_batch_remove_pair(tb_batch *batch, tb_pair *removed) {
     return TB_OK;
 }
 
+/* What this process copies, of which the agent knows only the copies. */
+static void add_copied(tb__text *text, const remote_batch *b, bool is_send) {
+    for (size_t i = 0; i < b->nregistered; i++) {
+        const remote_tensor *t = &b->tensors.item[i];
+        for (size_t j = 0; j < t->boxes.count; j++) {
+            const remote_copy *copy = &b->copies.item[t->boxes.item[j].copy];
+            tb__memory memory;
+            if (!(is_send ? t->boxes.item[j].is_read : t->boxes.item[j].is_written) ||
+                !copy->device->ops->find(copy->device, copy->address, copy->nbytes, &memory))
+                continue;
+            tb__text_add(text, "  %s on %s is copied by its program %s: %s\n", t->name,
+                         tb__device_unit_name(copy->device, memory.index),
+                         is_send ? "to host memory before each send" : "from host memory after each receive",
+                         memory.is_shareable ? "the agent can't map its memory" : "its memory can't be shared");
+        }
+    }
+}
+
 tb_status tb__remote_batch_dump(tb_batch *batch, bool is_send, char **out) {
     remote_batch *b = (remote_batch *)batch;
     tb__message m = {.kind = TB__DUMP, .batch_id = b->name, .direction = is_send ? TB__SEND : TB__RECV};
     tb__link_reply *reply = NULL;
+    tb__text text = {0};
     tb_status status = b->is_registered ? tb__link_call(b->world->link, &m, NULL, 0, 0, "told the plan", &reply)
                                         : tb__fail(TB_REFUSED, "batch '%s' has not been registered yet", b->name);
     if (status == TB_OK) {
-        tb__blob text = reply->message.report;
-        char *copy = tb__calloc(text.nbytes + 1, 1);
-        if (copy)
-            *out = memcpy(copy, text.data, text.nbytes);
-        status = copy ? TB_OK : TB_NO_MEMORY;
+        tb__text_add(&text, "%.*s", (int)reply->message.report.nbytes, (const char *)reply->message.report.data);
+        add_copied(&text, b, is_send);
     }
     tb__link_reply_free(reply);
-    return status;
+    return status == TB_OK ? tb__text_take(&text, out) : status;
 }
 
 tb_status tb__remote_batch_ir(tb_batch *batch, bool is_send, tb_ir **out) {
