@@ -58,7 +58,16 @@ static int print_version(void) {
     return tool_print(&out);
 }
 
+static int print_completion(const char *shell) {
+    tb__text out = {0};
+    if (shell && tool_add_completion(&out, commands, shell))
+        return tool_print(&out);
+    return tool_fail(TOOL_BAD_INPUT, "--completion takes the name of a shell: bash, zsh or fish");
+}
+
 static int help_command(char **argv) {
+    if (argv[0] && strcmp(argv[0], "--completion") == 0)
+        return print_completion(argv[1]);
     bool is_man = argv[0] && strcmp(argv[0], "--man") == 0;
     argv += is_man;
     if (!argv[0])

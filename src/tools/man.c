@@ -147,7 +147,9 @@ void tool_add_man_overview(tb__text *out, const tool_command *const *commands, c
     }
     tb__text_add(out, ".TP\n\\fBtensorbus help\\fR [\\fB\\-\\-man\\fR] [\\fICOMMAND\\fR]\n"
                       "show the help of a command, or, with \\fB\\-\\-man\\fR, print its page as roff; without a "
-                      "command, the list of them, or this page\n.SH OPTIONS\n");
+                      "command, the list of them, or this page\n"
+                      ".TP\n\\fBtensorbus help \\-\\-completion\\fR \\fISHELL\\fR\n"
+                      "print what bash, zsh or fish reads to complete the words of this command\n.SH OPTIONS\n");
     add_option(out, &help);
     add_option(out, &version);
     add_exit_status(out);

@@ -48,6 +48,9 @@ void tool_add_help(tb__text *out, const tool_command *command);
 void tool_add_man(tb__text *out, const tool_command *const *commands, const tool_command *command);
 void tool_add_man_overview(tb__text *out, const tool_command *const *commands, const char *purpose);
 
+/* What a shell reads to complete the command's words; false: there is none for this shell. */
+bool tool_add_completion(tb__text *out, const tool_command *const *commands, const char *shell);
+
 /* For an option that goes with no other: returns an exit status. */
 int tool_expect_alone(const tool_option *options, const char *const *value, int alone);
 

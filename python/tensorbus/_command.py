@@ -1,0 +1,16 @@
+"""The ``tensorbus`` command of the package: executes the program inside of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from ._c import find
+
+
+def main() -> NoReturn:
+    """Becomes the program, with this process's arguments."""
+    program = find("tensorbus")
+    sys.stdout.flush()
+    os.execv(program, ["tensorbus", *sys.argv[1:]])
