@@ -122,7 +122,6 @@ typedef struct tb__gpu {
     CUdevice device;
     CUuuid uuid;
     char name[64], unit[24]; /* "NVIDIA H200", "cuda:0" */
-    int nprocessors;         /* streaming multiprocessors */
     CUcontext context;
     CUmodule module;
     CUfunction kernels[TB__CUDA_NKERNELS];

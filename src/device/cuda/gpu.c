@@ -103,9 +103,6 @@ static tb_status describe(tb__gpu *gpu) {
         result = tb__cuda.cuDeviceGetName(gpu->name, sizeof gpu->name, gpu->device);
     if (result == CUDA_SUCCESS)
         result = tb__cuda.cuDeviceGetUuid(&gpu->uuid, gpu->device);
-    if (result == CUDA_SUCCESS)
-        result =
-            tb__cuda.cuDeviceGetAttribute(&gpu->nprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu->device);
     return result == CUDA_SUCCESS ? TB_OK : tb__cuda_fail(result, "asking what %s is", gpu->unit);
 }
 

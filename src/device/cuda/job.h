@@ -67,8 +67,8 @@ typedef struct tb__cuda_host_ranges {
 /* Pins the bytes until tb__cuda_host_fini, unless they are. */
 tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *gpu, uintptr_t begin, uintptr_t end);
 void tb__cuda_host_fini(tb__cuda_host_ranges *ranges);
-/* The address for a GPU of what may be host memory. *is_host may be NULL. */
-uint64_t tb__cuda_translate(const tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t address, bool *is_host);
+/* Whether the address is in host memory that was pinned by these. GPUs use it by the host's addresses. */
+bool tb__cuda_is_host(const tb__cuda_host_ranges *ranges, uintptr_t address);
 
 /* ---- Jobs (job.c) ------------------------------------------------------------------------------------------------ */
 
@@ -94,7 +94,6 @@ typedef struct tb__cuda_quant {
 /* A copy for the copy engine. */
 typedef struct tb__cuda_transfer {
     uint64_t src, dst, nbytes;
-    uint32_t flags;
 } tb__cuda_transfer;
 
 /* Items from `first` on, up to those of the next stretch, are tiles `tile` and on of what is at `place`. */

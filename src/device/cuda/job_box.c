@@ -45,7 +45,7 @@ static int64_t step_of(const nest *n, int64_t side, int d) {
     return n->move->dst_stride[d] < 0 ? -step : step;
 }
 
-/* Where the first element is. */
+/* Where the first element is; an offset, if it is in the run's buffer. */
 static uintptr_t origin_of(const nest *n, int64_t side) {
     uintptr_t at = (uintptr_t)(side < 0 ? n->move->dst : n->src[side]);
     for (int d = 0; d < n->move->ndim; d++) {
@@ -130,14 +130,6 @@ static bool is_in_buffer(const tb__move *move, int64_t side) {
     return move->src_mapping && move->src_mapping[side] == TB__IN_BUFFER;
 }
 
-/* For the GPU; an offset where it is in the run's buffer. */
-static uint64_t address_of(const tb__job *job, uint32_t gpu, const nest *n, int64_t side, bool *is_host) {
-    uintptr_t at = origin_of(n, side);
-    if (is_host)
-        *is_host = false;
-    return is_in_buffer(n->move, side) ? at : tb__cuda_translate(&job->host, gpu, at, is_host);
-}
-
 /* All addresses and steps of a side, but for one dimension of the nest (-1: none is left out), or'ed. */
 static uint64_t alignment_of(const nest *n, int64_t side, int but) {
     uint64_t bits = origin_of(n, side);
@@ -163,7 +155,7 @@ static tb__cuda_box *add_box(tb__job *job, uint32_t gpu, const nest *n, const in
     tb__cuda_box *box = tb__cuda_heap_add(&job->gpus[gpu], nbytes, place);
     if (!box)
         return NULL;
-    *box = (tb__cuda_box){.dst = address_of(job, gpu, n, -1, NULL),
+    *box = (tb__cuda_box){.dst = origin_of(n, -1),
                           .flags = move->is_dst_in_buffer ? TB__CUDA_DST_IN_BUFFER : 0,
                           .nsrc = move->nsrc,
                           .ndim = (uint32_t)ndim,
@@ -173,7 +165,7 @@ static tb__cuda_box *add_box(tb__job *job, uint32_t gpu, const nest *n, const in
                           .dst_dtype = (uint8_t)move->dst_dtype,
                           .op = (uint8_t)move->op};
     if (move->nsrc)
-        box->src = address_of(job, gpu, n, 0, NULL);
+        box->src = origin_of(n, 0);
     else
         box->flags |= TB__CUDA_ZERO;
     if (move->nsrc && is_in_buffer(move, 0))
@@ -188,7 +180,7 @@ static tb__cuda_box *add_box(tb__job *job, uint32_t gpu, const nest *n, const in
     int64_t *source = (int64_t *)(dim + ndim);
     for (uint32_t k = 1; k < move->nsrc; k++) {
         bool is_there = is_in_buffer(move, k);
-        *source++ = (int64_t)address_of(job, gpu, n, k, NULL);
+        *source++ = (int64_t)origin_of(n, k);
         *source++ = is_there ? TB__CUDA_SRC_IN_BUFFER : 0;
         for (int i = 0; i < n->ndim; i++)
             *source++ = step_of(n, k, n->dim[n->ndim - 1 - i]);
@@ -226,9 +218,7 @@ static tb_status add_tiled_rows(tb__job *job, uint32_t gpu, const nest *n, tb__c
 
 static tb_status add_transfer(tb__job *job, uint32_t gpu, const nest *n) {
     tb__cuda_part_of_gpu *part = &job->gpus[gpu];
-    tb__cuda_transfer t = {.src = address_of(job, gpu, n, 0, NULL),
-                           .dst = address_of(job, gpu, n, -1, NULL),
-                           .nbytes = (uint64_t)(n->run * n->dst_size)};
+    tb__cuda_transfer t = {.src = origin_of(n, 0), .dst = origin_of(n, -1), .nbytes = (uint64_t)(n->run * n->dst_size)};
     if (!tb__vec_push(&part->transfers, t))
         return TB_NO_MEMORY;
     return tb__cuda_add_step(job, gpu, TB__CUDA_NKERNELS, (uint32_t)part->transfers.count - 1, 1);
@@ -240,11 +230,10 @@ static tb_status add_pieces(tb__job *job, uint32_t gpu, const nest *n, bool is_a
                  : left <= TB__CUDA_SMALL_PIECE ? TB__CUDA_copy_small_pieces
                                                 : TB__CUDA_copy_pieces;
     tb__cuda_part_of_gpu *part = &job->gpus[gpu];
-    tb__cuda_piece piece = {.dst = address_of(job, gpu, n, -1, NULL),
-                            .flags = is_in_buffer(n->move, -1) ? TB__CUDA_DST_IN_BUFFER : 0};
+    tb__cuda_piece piece = {.dst = origin_of(n, -1), .flags = is_in_buffer(n->move, -1) ? TB__CUDA_DST_IN_BUFFER : 0};
     uint32_t first = part->nitems[kernel];
     if (n->move->nsrc) {
-        piece.src = address_of(job, gpu, n, 0, NULL);
+        piece.src = origin_of(n, 0);
         piece.flags |= is_in_buffer(n->move, 0) ? TB__CUDA_SRC_IN_BUFFER : 0;
     } else {
         piece.src = piece.dst;
@@ -344,11 +333,11 @@ static bool is_one_registration(uint64_t address, int64_t nbytes) {
 
 /* Whether the copy engine takes it: long, contiguous, and from or to host memory. */
 static bool suits_engine(const tb__job *job, uint32_t gpu, const nest *n, int64_t run) {
-    bool is_src_host, is_dst_host;
     if (n->move->nsrc == 0 || n->ndim > 0 || run < ENGINE_NBYTES || job->host.count == 0 ||
         job->gpus[gpu].transfers.count >= ENGINE_COPIES || is_in_buffer(n->move, 0) || is_in_buffer(n->move, -1))
         return false;
-    uint64_t src = address_of(job, gpu, n, 0, &is_src_host), dst = address_of(job, gpu, n, -1, &is_dst_host);
+    uintptr_t src = origin_of(n, 0), dst = origin_of(n, -1);
+    bool is_src_host = tb__cuda_is_host(&job->host, src), is_dst_host = tb__cuda_is_host(&job->host, dst);
     return is_src_host != is_dst_host && is_one_registration(is_src_host ? src : dst, run);
 }
 

@@ -94,12 +94,11 @@ static bool is_data_aligned(const band *b, int64_t slot) {
            (b->move->kind == TB__MOVE_QUANTISE || q->rows == 1 || q->columns % slot == 0);
 }
 
-static void describe_tensor(const tb__job *job, uint32_t gpu, const band *b, int64_t slot, bool is_scale_on_device,
-                            tb__cuda_matrix *m) {
+static void describe_tensor(const band *b, int64_t slot, bool is_scale_on_device, tb__cuda_matrix *m) {
     const tb__quantised *q = b->q;
-    bool is_made = b->move->kind == TB__MOVE_QUANTISE, is_there = is_made && b->move->is_dst_in_buffer;
-    m->data = is_there ? (uintptr_t)q->data : tb__cuda_translate(&job->host, gpu, (uintptr_t)q->data, NULL);
-    m->scales = is_there ? (uintptr_t)q->scales : tb__cuda_translate(&job->host, gpu, (uintptr_t)q->scales, NULL);
+    bool is_made = b->move->kind == TB__MOVE_QUANTISE;
+    m->data = (uintptr_t)q->data;
+    m->scales = (uintptr_t)q->scales;
     m->scale = is_scale_on_device ? (uintptr_t)q->scale : 0;
     m->kind = (uint8_t)q->format.kind;
     m->first = q->first + b->first;
@@ -176,16 +175,14 @@ static tb_status add_band(tb__job *job, uint32_t gpu, const band *b, const void 
                          .first = move->first_row + b->first, /* of an amax */
                          .nrows = (uint32_t)b->rows,
                          .dtype = (uint8_t)dtype};
-    if (!is_there)
-        m.rows_at = tb__cuda_translate(&job->host, gpu, (uintptr_t)rows, NULL);
-    else
+    if (is_there)
         m.flags |= is_source ? TB__CUDA_SRC_IN_BUFFER : TB__CUDA_DST_IN_BUFFER;
     if (is_source && move->kind == TB__MOVE_QUANTISE && move->is_dst_in_buffer)
         m.flags |= TB__CUDA_DST_IN_BUFFER;
     if (plain_alignment(move, rows, step) % 16 == 0)
         m.flags |= is_source ? TB__CUDA_ALIGNED_SRC : TB__CUDA_ALIGNED_DST;
     if (b->q)
-        describe_tensor(job, gpu, b, slot, is_scale_on_device, &m);
+        describe_tensor(b, slot, is_scale_on_device, &m);
     int kernel = kernel_for(move, b->q);
     measure_slots(b, slot, &m);
     keep_tiles_in_rows(&m, kernel);

@@ -279,9 +279,6 @@ void tb__cuda_host_fini(tb__cuda_host_ranges *ranges) {
     free(ranges->item);
 }
 
-uint64_t tb__cuda_translate(const tb__cuda_host_ranges *ranges, uint32_t gpu, uintptr_t address, bool *is_host) {
-    (void)gpu;
-    if (is_host)
-        *is_host = is_in_range(ranges, find_range(ranges, address), address, address + 1);
-    return address;
+bool tb__cuda_is_host(const tb__cuda_host_ranges *ranges, uintptr_t address) {
+    return is_in_range(ranges, find_range(ranges, address), address, address + 1);
 }
