@@ -96,9 +96,9 @@ tb_status tb__cuda_load(void);
 bool tb__cuda_is_in_use(void);
 /* The functions, without initialising the driver. False: there are none, or no call may be made any more. */
 bool tb__cuda_has_functions(void);
-/* By the library; here, or in a process that this one was forked from: then it can't be used. */
+/* Whether the library has initialised the driver, in this process or in one that it was forked from. */
 bool tb__cuda_was_initialised(void);
-bool tb__cuda_is_inherited(void);
+bool tb__cuda_is_inherited(void); /* in one that it was forked from: the driver can't be used here */
 /* A random number of this process. */
 uint64_t tb__cuda_process_id(void);
 
@@ -172,11 +172,11 @@ tb_status tb__signals_create(struct tb__signal_pool **out);
 tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out);
 /* If it fails, work before it may be on the stream nevertheless: tb__signal_ask tells when it is done. */
 tb_status tb__signal_send(tb__signal *signal, CUstream stream);
-/* Asks the driver whether a signal that could not be sent would have come by now. Notes the GPU's failure, if there is
- * one. */
+/* Asks the driver about the work before the signal: notes the GPU's failure, and completes a signal that could not be
+ * sent if that work is done. */
 void tb__signal_ask(tb__signal *signal, CUstream stream);
-void tb__signal_hold(tb__signal *signal); /* as often as that, it has to be put again */
-void tb__signal_put(tb__signal *signal);  /* NULL is allowed. It may still be on its way */
+void tb__signal_hold(tb__signal *signal); /* for each hold, a further put is needed */
+void tb__signal_put(tb__signal *signal);  /* NULL is allowed. The signal need not have come */
 
 static inline bool tb__signal_has_come(const tb__signal *signal) {
     return atomic_load_explicit(signal->word, memory_order_acquire) == signal->value;

@@ -1,4 +1,4 @@
-/* Memory of GPUs: whose it is, and memory of our own, which other processes can map. */
+/* Memory of GPUs: finding which GPU an address is on, and allocating memory that other processes can map. */
 #include "device/cuda/cuda.h"
 
 #include "base/int.h"
@@ -9,14 +9,14 @@
 #include <pthread.h>
 #include <string.h>
 
-/* ---- Whose it is ------------------------------------------------------------------------------------------------- */
+/* ---- Finding memory ---------------------------------------------------------------------------------------------- */
 
-/* What the driver knows of an address. All are written as 32 or 64 bits, or one byte, little-endian. */
+/* What the driver knows of an address. It writes 8, 32 or 64 bits, little-endian, so zeroed 64-bit fields suit all. */
 typedef struct attributes {
     uint64_t memory_type, ordinal, id, is_legacy, handle_types, mempool, is_managed;
 } attributes;
 
-/* Without a context. */
+/* Needs no current context. */
 static CUresult ask(CUdeviceptr address, attributes *out) {
     CUpointer_attribute what[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
                                   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
@@ -42,8 +42,8 @@ static tb__share_kind share_kind(const attributes *a) {
                                                                       : TB__SHARE_NONE;
 }
 
-/* What a pool was made for does not change, and the driver tells it only by exporting the pool. Memory of another pool
- * at the same handle is shared, or staged, if sharing it fails. */
+/* Whether a pool can be exported is known only by exporting it, and never changes. If the handle is meanwhile that of
+ * another pool, which can't be exported, sharing fails, and the memory is staged. */
 static bool is_pool_shareable(CUmemoryPool pool) {
     static _Thread_local struct {
         CUmemoryPool pool;
@@ -59,7 +59,7 @@ static bool is_pool_shareable(CUmemoryPool pool) {
     return last.is_shareable;
 }
 
-/* The driver tells the extent of memory only to a thread with a context, which the memory's GPU has already. */
+/* cuMemGetAddressRange needs a current context. The GPU has one already, since memory was allocated on it. */
 static bool find_range(int ordinal, CUdeviceptr address, tb__memory_piece *out) {
     tb__gpu *gpu;
     if (tb__gpu_get(ordinal, &gpu) != TB_OK || tb__gpu_push(gpu) != TB_OK)
@@ -89,8 +89,8 @@ static uint64_t mix(uint64_t epoch, uint64_t id) {
     return (epoch ^ id) * 0x9e3779b97f4a7c15 ^ epoch >> 29;
 }
 
-/* VMM memory may have several pieces side by side. Those of another GPU are other memory: this one may have no access
- * to them. */
+/* VMM memory may have several pieces at consecutive addresses. Pieces of another GPU do not belong to it: this GPU may
+ * have no access to them. */
 static bool find_pieces(CUdeviceptr address, size_t nbytes, tb__memory *out) {
     tb__memory_piece first, next;
     if (!tb__memory_find_piece(address, &first))
@@ -146,7 +146,7 @@ static size_t find_place(CUdeviceptr address) {
     return i;
 }
 
-/* Whether it is ours; *is_found: and has all of these bytes. */
+/* Whether the address is in a block of ours; *is_found: and the block has all of these bytes. */
 static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool *is_found) {
     if (atomic_load(&pool.nblocks) == 0)
         return false;
@@ -161,8 +161,9 @@ static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool
     return b;
 }
 
-/* If the driver can't be asked any more: in a forked child, after a failure, at the end of the program. What the CPU
- * can't read is taken for memory of a GPU. So its use fails with a sentence, where the host device would crash. */
+/* For when the driver can't be asked any more: in a forked child, after a failure, at the end of the program. An
+ * address that is not mapped for the CPU is taken for memory of a GPU, so that its use fails with a sentence; the host
+ * device would crash. */
 static bool guess(const void *address, size_t nbytes, tb__memory *out) {
     *out = (tb__memory){.base = (void *)(uintptr_t)address, .nbytes = nbytes};
     return nbytes > 0 && tb__memory_check_mapped(address, 1) != TB_OK;
@@ -232,7 +233,8 @@ static tb_status refuse_access(const tb__gpu *gpu, const tb__memory_piece *p, CU
                     tb__cuda_error_name(result));
 }
 
-/* The attributes of imported memory don't tell. */
+/* By their attributes, memory that was imported through CUDA IPC and VMM memory look alike; only the latter has an
+ * allocation handle. */
 static bool is_mapped_by_vmm(const tb__memory_piece *p) {
     CUmemGenericAllocationHandle handle;
     if (!p->is_vmm || tb__cuda.cuMemRetainAllocationHandle(&handle, (void *)p->base) != CUDA_SUCCESS)
@@ -257,7 +259,7 @@ static tb_status give_access_to_piece(const tb__gpu *gpu, const tb__memory_piece
     if (result == CUDA_SUCCESS && (has & wanted) == wanted)
         return TB_OK;
     result = tb__cuda.cuMemSetAccess(p->base, p->nbytes, &access, 1);
-    if (result != CUDA_SUCCESS && !is_written) { /* not every driver has access without the right to write */
+    if (result != CUDA_SUCCESS && !is_written) { /* not every driver has read-only access */
         access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         result = tb__cuda.cuMemSetAccess(p->base, p->nbytes, &access, 1);
     }

@@ -1,13 +1,13 @@
 /* Host memory that GPUs read and write: bytes that are registered with the driver.
  *
- * The driver refuses copies of the program's own from and to memory that is registered in part, so nothing is
- * registered that does not belong to a tensor, not even the rest of its pages, and of memory of tb_alloc always the
- * whole arena. Bytes can be registered only once, so registrations are counted, and new ones fill the gaps between
- * those that are there. What the program has pinned itself is used as it is.
+ * The driver refuses the program's copies from and to memory of which only a part is registered. So exactly the bytes
+ * of a tensor are registered, not the rest of their pages; of memory of tb_alloc, always the whole arena. Bytes can be
+ * registered only once, so registrations are counted, and new ones fill the gaps between existing ones. What the
+ * program has pinned itself is used as it is.
  *
- * Memory that is unmapped while it is registered is dangerous: GPUs go on with the old pages. An arena is held as long
- * as it is registered; other memory stays registered until the job that uses it is released, which the program's own
- * must outlive. */
+ * GPUs go on using the old pages of memory that is unmapped while it is registered. An arena is not unmapped as long as
+ * it is registered. Other memory stays registered until the job that uses it is released; the program must not unmap it
+ * before. */
 #include "device/cuda/cuda.h"
 
 #include "base/int.h"
@@ -45,7 +45,7 @@ static size_t find_place(uintptr_t address) {
     return i;
 }
 
-/* What can only be read is tried second: the driver says no more than that it can't register them. */
+/* Read-only memory takes a second try: the driver does not say why it can't register memory. */
 static CUresult register_bytes(uintptr_t first, uintptr_t last) {
     unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
     CUresult result = tb__cuda.cuMemHostRegister((void *)first, last - first, flags);
@@ -145,7 +145,7 @@ static tb_status pin_bytes(tb__gpu *gpu, uintptr_t first, uintptr_t last, tb__cu
     size_t i = find_place(first);
     bool is_ours = i < pinned.list.count && pinned.list.item[i].first < last;
     if (!is_ours && is_pinned_by_program(first, last))
-        return TB_OK; /* there is nothing to end */
+        return TB_OK; /* and there is nothing to unpin */
     TB_TRY(use_bytes(gpu, first, last));
     *pin = (tb__cuda_pin){.first = first, .last = last};
     return TB_OK;

@@ -1,7 +1,7 @@
-/* Memory of GPUs in other processes. A key has the GPU's UUID, how the memory is shared, and its pieces; descriptors
- * travel beside it. The process that gets it imports the pieces to addresses side by side, once, however many mappings
- * there are. What is received is not trusted: sizes and offsets are checked before the driver sees them, and the driver
- * checks that each piece is at least as long. */
+/* Sharing memory of GPUs with other processes. A key has the GPU's UUID, how the memory is shared, and its pieces;
+ * descriptors travel beside it. The receiving process imports the pieces to consecutive addresses, once, however many
+ * mappings there are. Keys that are received are not trusted: sizes and offsets are checked before the driver sees
+ * them, and the driver checks that each piece is at least as long. */
 #include "device/cuda/cuda.h"
 
 #include "base/descriptors.h"
@@ -64,7 +64,7 @@ typedef struct cuda_mapping {
 static struct {
     pthread_mutex_t lock;
     LIST_HEAD(import_list, import) imports;
-    bool has_no_read_only; /* the driver gives no access without the right to write */
+    bool has_no_read_only; /* the driver gives no read-only access */
 } shared = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static bool is_vmm(uint32_t kind) {
@@ -73,7 +73,7 @@ static bool is_vmm(uint32_t kind) {
 
 /* ---- Sharing ----------------------------------------------------------------------------------------------------- */
 
-/* As the driver makes them, a program that is started would have them, too. */
+/* The driver makes descriptors that a program inherits when it is started. */
 static void keep_fd(int fd) {
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     tb__fd_mark(fd);
@@ -102,7 +102,7 @@ CUresult tb__pool_export(CUmemoryPool pool, int *fd) {
     return result;
 }
 
-/* The pool first: the driver tells of memory in it once it is shared. */
+/* The driver exports memory of a pool only after the pool itself. */
 static tb_status export_from_pool(const tb__memory_piece *p, tb__memory_key *key) {
     CUmemPoolPtrExportData data = {0};
     int fd = -1;
@@ -205,7 +205,7 @@ static size_t count_fds(uint32_t kind, size_t npieces) {
     return kind == TB__SHARE_FD ? npieces : kind == TB__SHARE_POOL;
 }
 
-/* Pieces are side by side and not empty, and the memory ends in the last one. */
+/* Pieces follow each other without gaps, none is empty, and the memory ends in the last one. */
 static bool read_pieces(tb__unpack *u, parsed_key *out) {
     for (size_t i = 0; i < out->npieces; i++) {
         piece *p = &out->pieces[i];
@@ -256,7 +256,8 @@ static tb_status check_size(const import *it, const parsed_key *key) {
     return tb__fail(TB_INVALID, "a key of %zu bytes of GPU memory, which has another size", (size_t)key->nbytes);
 }
 
-/* The driver calls a descriptor of anything else an unknown error, which means a broken GPU elsewhere. */
+/* For a descriptor of something else the driver returns CUDA_ERROR_UNKNOWN, which otherwise means that the GPU has
+ * failed. */
 static CUresult known_error(CUresult result) {
     return result == CUDA_ERROR_UNKNOWN ? CUDA_ERROR_INVALID_HANDLE : result;
 }
@@ -273,8 +274,8 @@ static tb_status open_legacy(import *to, const parsed_key *key) {
     return status;
 }
 
-/* cuMemFree would wait for streams that the program has parked, perhaps until this thread does something else. The
- * owner may free the memory only when this is done, which takes a moment: nothing else is on the stream. */
+/* cuMemFree would wait for streams that wait at gates, and this thread may be the one that opens them. The owner may
+ * free the memory only when this is done, which takes a moment: nothing else is on the stream. */
 static tb_status free_on_stream(const import *it, CUstream stream) {
     enum { MOST_MS = 1000 };
     tb__signal *signal;
@@ -306,7 +307,7 @@ static void close_in_pool(const import *it) {
     tb__cuda.cuMemPoolDestroy(it->pool);
 }
 
-/* The pool is imported for each memory in it: nothing tells that two descriptors are of the same pool. */
+/* The pool is imported again for each memory in it: one can't tell whether two descriptors are of the same pool. */
 static tb_status open_in_pool(import *to, const parsed_key *key, const tb__memory_key *given) {
     CUmemPoolPtrExportData data;
     memcpy(&data, key->pieces[0].handle, sizeof data);
@@ -352,7 +353,7 @@ static tb_status map_piece(import *to, const parsed_key *key, const tb__memory_k
     return TB_OK;
 }
 
-/* Without the right to write, unless that is asked for, where the driver has that. */
+/* Read-only, where the driver has that, unless the right to write is asked for. */
 static tb_status grant(import *to) {
     bool has_no_choice = shared.has_no_read_only || to->id.is_writable;
     to->flags = has_no_choice ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
