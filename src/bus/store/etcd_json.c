@@ -136,6 +136,14 @@ tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const voi
                          out);
 }
 
+tb_status tb__etcd_delete_bound(const char *key, uint64_t revision, int64_t lease, tb__bytes *out) {
+    json_t *compare =
+        revision ? make_compare_revision(key, revision) : make_compare("LEASE", key, "lease", make_number(lease));
+    return write_request(
+        json_pack("{s:[o],s:[{s:{s:o}}]}", "compare", compare, "success", "request_delete_range", "key", make_key(key)),
+        out);
+}
+
 tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
                                   size_t nbytes, tb__bytes *out) {
     return write_request(json_pack("{s:[o,o],s:[{s:o}],s:[o,o]}", "compare",

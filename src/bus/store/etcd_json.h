@@ -21,6 +21,8 @@ tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uin
 tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out);
 tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
                                    tb__bytes *out);
+/* Deletes a key that has this revision, or, with 0, that is bound to the lease. */
+tb_status tb__etcd_delete_bound(const char *key, uint64_t revision, int64_t lease, tb__bytes *out);
 /* If it fails, the reply has the values of the key and of the guard. */
 tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
                                   size_t nbytes, tb__bytes *out);

@@ -1,4 +1,4 @@
-/* The store in etcd 3.4 or newer. Ephemeral keys are bound to a lease of this client, which a thread renews; waits are
+/* The store in etcd 3.4 or newer. Ephemeral keys are bound to a lease of this process, which a thread renews; waits are
  * etcd's watches. */
 #include "bus/store/address.h"
 #include "bus/store/etcd_json.h"
@@ -10,6 +10,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <sys/queue.h>
 #include <unistd.h>
 
 enum {
@@ -19,17 +20,42 @@ enum {
     PAGE = 4096,                       /* fewer if etcd refuses that many */
 };
 
-typedef struct etcd_client {
-    char url[512];
-    pid_t owner;
+/* What the stores of this process that have the same address, namespace and token share: connections, and a lease. */
+typedef struct etcd_lease {
+    LIST_ENTRY(etcd_lease) link; /* in `leases`, while more stores may share it */
+    tb__store_url url;
+    char *token;
     tb__gateway *gateway;
-    int64_t lease, lease_ms;
+    int64_t id, ms;
     pthread_t keeper;
     int64_t renewed_ms; /* when the last renewal that succeeded was sent; only the lease thread uses it */
+    bool is_granted;    /* guarded by leases_lock, like these */
+    bool is_listed;
+    size_t nstores, nopen; /* that have not been closed; that have not hung up */
 
     pthread_mutex_t lock;
     pthread_cond_t ended;
     bool is_ending;
+} etcd_lease;
+
+static LIST_HEAD(, etcd_lease) leases = LIST_HEAD_INITIALIZER(leases);
+static pthread_mutex_t leases_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t leases_changed;
+static pthread_once_t leases_once = PTHREAD_ONCE_INIT;
+
+/* A store. The keys that it has bound to the lease are deleted when it is closed, unless it is the last one. */
+typedef struct etcd_client {
+    char url[512];
+    pid_t owner;
+    etcd_lease *lease;
+    tb__gateway_user user;
+    bool is_hung_up; /* guarded by leases_lock */
+    pthread_mutex_t lock;
+    TB_VEC(struct bound_key {
+        char *key;
+        uint64_t revision; /* 0: not known */
+    })
+    keys;
 } etcd_client;
 
 typedef struct etcd_key {
@@ -42,13 +68,18 @@ static etcd_key data_key(tb__blob key) {
     return full;
 }
 
-/* Ends all calls, and the lease thread, which revokes the lease. */
-static void stop_client(etcd_client *c, const char *why) {
-    tb__gateway_stop(c->gateway, why);
-    pthread_mutex_lock(&c->lock);
-    c->is_ending = true;
-    pthread_cond_signal(&c->ended);
-    pthread_mutex_unlock(&c->lock);
+/* Ends all calls of all stores, and the lease thread, which revokes the lease. */
+static void stop_lease(etcd_lease *l, const char *why) {
+    pthread_mutex_lock(&leases_lock);
+    if (l->is_listed)
+        LIST_REMOVE(l, link);
+    l->is_listed = false;
+    pthread_mutex_unlock(&leases_lock);
+    tb__gateway_stop(l->gateway, why);
+    pthread_mutex_lock(&l->lock);
+    l->is_ending = true;
+    pthread_cond_signal(&l->ended);
+    pthread_mutex_unlock(&l->lock);
 }
 
 static tb_status check_owner(const etcd_client *c) {
@@ -58,12 +89,19 @@ static tb_status check_owner(const etcd_client *c) {
 }
 
 /* Posts the body, and frees it. */
+static tb_status post_free(tb__gateway *gateway, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
+    call->body = body;
+    tb_status status = tb__gateway_post(gateway, call, reply);
+    call->body = NULL;
+    free(body->item);
+    return status;
+}
+
 static tb_status post_body(etcd_client *c, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
     tb_status status = check_owner(c);
-    call->body = body;
+    call->user = &c->user;
     if (status == TB_OK)
-        status = tb__gateway_post(c->gateway, call, reply);
-    call->body = NULL;
+        return post_free(c->lease->gateway, call, body, reply);
     free(body->item);
     return status;
 }
@@ -73,12 +111,46 @@ static tb_status post_change(etcd_client *c, tb__gateway_call *call, tb__bytes *
     tb_status status = post_body(c, call, body, reply);
     if (status == TB_OK || call->code != TB__ETCD_NOT_FOUND)
         return status;
-    stop_client(c, "its lease has run out");
+    stop_lease(c->lease, "its lease has run out");
     return tb__fail(TB_LOST, "%s: the connection was lost: its lease has run out", c->url);
 }
 
-static int64_t lease_of(const etcd_client *c, uint64_t lifetime) {
-    return lifetime == TB__STORE_EPHEMERAL ? c->lease : 0;
+/* Notes that the key is bound to the lease, before it is written, and the revision afterwards. */
+static tb_status bind_key(etcd_client *c, const char *key, uint64_t revision) {
+    struct bound_key *at = NULL;
+    tb_status status = TB_OK;
+    pthread_mutex_lock(&c->lock);
+    for (size_t i = 0; i < c->keys.count && !at; i++)
+        at = strcmp(c->keys.item[i].key, key) == 0 ? &c->keys.item[i] : NULL;
+    if (!at) {
+        char *copy = tb__strdup(key);
+        status = copy && tb__vec_push(&c->keys, (struct bound_key){copy, 0}) ? TB_OK : TB_NO_MEMORY;
+        at = status == TB_OK ? &c->keys.item[c->keys.count - 1] : NULL;
+        if (!at)
+            free(copy);
+    }
+    if (at)
+        at->revision = revision;
+    pthread_mutex_unlock(&c->lock);
+    return status;
+}
+
+static void unbind_key(etcd_client *c, const char *key) {
+    pthread_mutex_lock(&c->lock);
+    for (size_t i = 0; i < c->keys.count; i++) {
+        if (strcmp(c->keys.item[i].key, key) != 0)
+            continue;
+        free(c->keys.item[i].key);
+        c->keys.item[i] = c->keys.item[--c->keys.count];
+        break;
+    }
+    pthread_mutex_unlock(&c->lock);
+}
+
+/* The lease that the key is bound to; 0: none. */
+static tb_status lease_of(etcd_client *c, const char *key, uint64_t lifetime, int64_t *lease) {
+    *lease = lifetime == TB__STORE_EPHEMERAL ? c->lease->id : 0;
+    return *lease ? bind_key(c, key, 0) : TB_OK;
 }
 
 static const json_t *first_kv(const json_t *reply) {
@@ -89,12 +161,14 @@ static tb_status etcd_set(etcd_client *c, const char *key, const tb__store_messa
                           uint64_t *revision) {
     tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_put(key, q->value.data, q->value.nbytes, lease_of(c, q->lifetime), &body));
+    int64_t lease;
+    TB_TRY(lease_of(c, key, q->lifetime, &lease));
+    TB_TRY(tb__etcd_put(key, q->value.data, q->value.nbytes, lease, &body));
     tb__gateway_call call = {.path = "/v3/kv/put", .deadline_ms = deadline_ms};
     TB_TRY(post_change(c, &call, &body, &reply));
     *revision = tb__etcd_read_revision(reply);
     json_decref(reply);
-    return TB_OK;
+    return lease ? bind_key(c, key, *revision) : TB_OK;
 }
 
 /* `revision` is the store's. */
@@ -128,7 +202,9 @@ static tb_status compare_and_set(etcd_client *c, const char *key, uint64_t expec
     tb_status status = TB_OK;
     if (json_is_true(json_object_get(reply, "succeeded"))) {
         *revision = tb__etcd_read_revision(reply);
+        status = lease ? bind_key(c, key, *revision) : TB_OK;
     } else {
+        unbind_key(c, key);
         status = read_txn_value(reply, 0, present);
         if (status == TB_OK && present->revision == expected)
             status = tb__fail(TB_IO, "%s: etcd refuses a change for its revision, which is %llu, as expected", c->url,
@@ -171,6 +247,7 @@ static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_m
     tb__gateway_call call = {.path = "/v3/kv/deleterange", .deadline_ms = deadline_ms};
     TB_TRY(post_body(c, &call, &body, &reply));
     json_decref(reply);
+    unbind_key(c, key);
     return TB_OK;
 }
 
@@ -371,14 +448,16 @@ static tb_status etcd_call(void *context, const tb__store_message *q, int timeou
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     etcd_key key = data_key(q->key);
     tb__gateway_call look = {.deadline_ms = deadline_ms};
+    int64_t lease;
     switch (q->op) {
     case TB__STORE_SET:
         return etcd_set(c, key.text, q, deadline_ms, &out->revision);
     case TB__STORE_GET:
         return read_key(c, key.text, &look, &out->value, &out->revision);
     case TB__STORE_COMPARE_AND_SET:
-        return compare_and_set(c, key.text, q->revision, q->value.data, q->value.nbytes, lease_of(c, q->lifetime),
-                               deadline_ms, &out->revision, &out->value);
+        TB_TRY(lease_of(c, key.text, q->lifetime, &lease));
+        return compare_and_set(c, key.text, q->revision, q->value.data, q->value.nbytes, lease, deadline_ms,
+                               &out->revision, &out->value);
     case TB__STORE_CREATE_GUARDED:
         return etcd_create_guarded(c, key.text, q, deadline_ms, &out->value);
     case TB__STORE_DELETE:
@@ -397,69 +476,72 @@ static tb_status etcd_call(void *context, const tb__store_message *q, int timeou
 }
 
 /* Renews the lease once, before it expires. */
-static tb_status renew_lease(etcd_client *c) {
+static tb_status renew_lease(etcd_lease *l) {
     int64_t begun_ms = tb__now_ms();
     tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_number("ID", c->lease, &body));
-    tb__gateway_call call = {.path = "/v3/lease/keepalive", .deadline_ms = c->renewed_ms + c->lease_ms};
-    TB_TRY(post_body(c, &call, &body, &reply));
+    TB_TRY(tb__etcd_number("ID", l->id, &body));
+    tb__gateway_call call = {.path = "/v3/lease/keepalive", .deadline_ms = l->renewed_ms + l->ms, .is_urgent = true};
+    TB_TRY(post_free(l->gateway, &call, &body, &reply));
     int64_t left_s = tb__etcd_read_number(json_object_get(reply, "result"), "TTL");
     json_decref(reply);
     if (left_s < 1)
         return tb__fail(TB_LOST, "its lease has run out");
-    c->renewed_ms = begun_ms;
+    l->renewed_ms = begun_ms;
     return TB_OK;
 }
 
-static void revoke_lease(etcd_client *c) {
+static void revoke_lease(etcd_lease *l) {
     tb__bytes body;
     json_t *reply;
-    tb__gateway_call call = {
-        .path = "/v3/lease/revoke", .deadline_ms = tb__now_ms() + REVOKE_MS, .is_first = true, .ignores_stop = true};
-    if (tb__etcd_number("ID", c->lease, &body) == TB_OK && post_body(c, &call, &body, &reply) == TB_OK)
+    tb__gateway_call call = {.path = "/v3/lease/revoke",
+                             .deadline_ms = tb__now_ms() + REVOKE_MS,
+                             .is_first = true,
+                             .is_urgent = true,
+                             .ignores_stop = true};
+    if (tb__etcd_number("ID", l->id, &body) == TB_OK && post_free(l->gateway, &call, &body, &reply) == TB_OK)
         json_decref(reply);
 }
 
 /* True if it is time to end. */
-static bool sleep_unless_ending(etcd_client *c, int64_t until_ms) {
+static bool sleep_unless_ending(etcd_lease *l, int64_t until_ms) {
     struct timespec until = tb__time_of_ms(until_ms);
-    pthread_mutex_lock(&c->lock);
-    while (!c->is_ending && pthread_cond_timedwait(&c->ended, &c->lock, &until) == 0)
+    pthread_mutex_lock(&l->lock);
+    while (!l->is_ending && pthread_cond_timedwait(&l->ended, &l->lock, &until) == 0)
         ;
-    bool is_ending = c->is_ending;
-    pthread_mutex_unlock(&c->lock);
+    bool is_ending = l->is_ending;
+    pthread_mutex_unlock(&l->lock);
     return is_ending;
 }
 
 static void *lease_thread(void *arg) {
-    etcd_client *c = arg;
-    int64_t next_ms = c->renewed_ms + c->lease_ms / 3;
-    while (!sleep_unless_ending(c, next_ms)) {
-        tb_status status = renew_lease(c);
-        bool is_over = tb__ms_until(c->renewed_ms + c->lease_ms) == 0;
-        next_ms = status == TB_OK ? c->renewed_ms + c->lease_ms / 3 : tb__now_ms() + c->lease_ms / 10;
+    etcd_lease *l = arg;
+    int64_t next_ms = l->renewed_ms + l->ms / 3;
+    while (!sleep_unless_ending(l, next_ms)) {
+        tb_status status = renew_lease(l);
+        bool is_over = tb__ms_until(l->renewed_ms + l->ms) == 0;
+        next_ms = status == TB_OK ? l->renewed_ms + l->ms / 3 : tb__now_ms() + l->ms / 10;
         if (status == TB_LOST || (status != TB_OK && is_over))
-            stop_client(c, tb_error_detail());
+            stop_lease(l, tb_error_detail());
     }
     /* An expired lease need not be revoked. */
-    if (tb__ms_until(c->renewed_ms + c->lease_ms) > 0)
-        revoke_lease(c);
+    if (tb__ms_until(l->renewed_ms + l->ms) > 0)
+        revoke_lease(l);
     return NULL;
 }
 
-static tb_status grant_lease(etcd_client *c, int64_t deadline_ms) {
+static tb_status grant_lease(etcd_lease *l, int64_t deadline_ms) {
     tb__bytes body;
     json_t *reply;
     TB_TRY(tb__etcd_number("TTL", LEASE_S, &body));
-    c->renewed_ms = tb__now_ms();
+    l->renewed_ms = tb__now_ms();
     tb__gateway_call call = {.path = "/v3/lease/grant", .deadline_ms = deadline_ms};
-    TB_TRY(post_body(c, &call, &body, &reply));
-    c->lease = tb__etcd_read_number(reply, "ID");
-    c->lease_ms = tb__etcd_read_number(reply, "TTL") * 1000;
+    TB_TRY(post_free(l->gateway, &call, &body, &reply));
+    l->id = tb__etcd_read_number(reply, "ID");
+    l->ms = tb__etcd_read_number(reply, "TTL") * 1000;
     json_decref(reply);
-    if (c->lease == 0 || c->lease_ms < 1000)
-        return tb__fail(TB_REFUSED, "%s: the server grants no leases: it is not etcd", c->url);
+    if (l->id == 0 || l->ms < 1000)
+        return tb__fail(TB_REFUSED, "%s: the server grants no leases: it is not etcd", l->url.base);
     return TB_OK;
 }
 
@@ -490,21 +572,91 @@ static tb_status check_token(etcd_client *c, const char *name_space, const char 
     return status;
 }
 
-static void free_etcd_client(etcd_client *c) {
-    tb__gateway_destroy(c->gateway);
-    pthread_cond_destroy(&c->ended);
+static void free_lease(etcd_lease *l) {
+    tb__gateway_destroy(l->gateway);
+    pthread_cond_destroy(&l->ended);
+    pthread_mutex_destroy(&l->lock);
+    if (l->token)
+        explicit_bzero(l->token, strlen(l->token));
+    free(l->token);
+    free(l);
+}
+
+static void free_client(etcd_client *c) {
+    for (size_t i = 0; i < c->keys.count; i++)
+        free(c->keys.item[i].key);
+    free(c->keys.item);
     pthread_mutex_destroy(&c->lock);
     free(c);
 }
 
 static void etcd_interrupt(void *context) {
-    tb__gateway_interrupt(((etcd_client *)context)->gateway);
+    etcd_client *c = context;
+    tb__gateway_interrupt(c->lease->gateway, &c->user);
+}
+
+static bool get_bound_key(etcd_client *c, size_t i, etcd_key *key, uint64_t *revision) {
+    pthread_mutex_lock(&c->lock);
+    bool is_there = i < c->keys.count;
+    if (is_there) {
+        snprintf(key->text, sizeof key->text, "%s", c->keys.item[i].key);
+        *revision = c->keys.item[i].revision;
+    }
+    pthread_mutex_unlock(&c->lock);
+    return is_there;
+}
+
+/* Those that this store has bound to the lease, or of them only those of unknown revision. Other stores still need the
+ * lease; with it goes what could not be deleted. */
+static void delete_bound_keys(etcd_client *c, bool only_unknown) {
+    int64_t deadline_ms = tb__now_ms() + REVOKE_MS;
+    tb_status status = TB_OK;
+    etcd_key key;
+    uint64_t revision;
+    for (size_t i = 0; status == TB_OK && get_bound_key(c, i, &key, &revision); i++) {
+        tb__bytes body;
+        json_t *reply;
+        tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms};
+        if (only_unknown && revision > 0)
+            continue;
+        status = tb__etcd_delete_bound(key.text, revision, c->lease->id, &body);
+        if (status == TB_OK)
+            status = post_free(c->lease->gateway, &call, &body, &reply);
+        if (status == TB_OK)
+            json_decref(reply);
+    }
 }
 
 static void etcd_hang_up(void *context) {
     etcd_client *c = context;
-    if (c->owner == getpid())
-        stop_client(c, "this side has hung up");
+    if (c->owner != getpid())
+        return;
+    pthread_mutex_lock(&leases_lock);
+    bool is_first = !c->is_hung_up, is_last = is_first && --c->lease->nopen == 0;
+    c->is_hung_up = true;
+    if (is_last && c->lease->is_listed) { /* no other store comes to share it */
+        LIST_REMOVE(c->lease, link);
+        c->lease->is_listed = false;
+    }
+    pthread_mutex_unlock(&leases_lock);
+    if (!is_first)
+        return;
+    if (is_last) {
+        stop_lease(c->lease, "this side has hung up");
+        return;
+    }
+    tb__gateway_stop_user(c->lease->gateway, &c->user);
+    delete_bound_keys(c, false);
+}
+
+static void release_lease(etcd_lease *l) {
+    pthread_mutex_lock(&leases_lock);
+    bool is_last = --l->nstores == 0;
+    pthread_mutex_unlock(&leases_lock);
+    if (!is_last)
+        return;
+    pthread_join(l->keeper, NULL);
+    free_lease(l);
 }
 
 static void etcd_close(void *context) {
@@ -512,9 +664,10 @@ static void etcd_close(void *context) {
     /* A forked child does not have the thread, and the memory may be in the middle of a change. */
     if (c->owner != getpid())
         return;
-    stop_client(c, "this side has closed it");
-    pthread_join(c->keeper, NULL);
-    free_etcd_client(c);
+    etcd_hang_up(c);
+    delete_bound_keys(c, true); /* a call that was under way may have written them meanwhile */
+    release_lease(c->lease);
+    free_client(c);
 }
 
 static const tb__store_ops etcd_ops = {
@@ -525,6 +678,90 @@ static const tb__store_ops etcd_ops = {
     .linger_ms = LINGER_MS,
 };
 
+/* Connects, and gets a lease that a thread renews. */
+static tb_status open_lease(etcd_client *c, const char *token, int64_t deadline_ms) {
+    etcd_lease *l = c->lease;
+    TB_TRY(tb__gateway_create(&l->url, &l->gateway));
+    TB_TRY(check_token(c, l->url.name_space, token, deadline_ms));
+    TB_TRY(grant_lease(l, deadline_ms));
+    return tb__start_thread(&l->keeper, "tb-store-lease", lease_thread, l);
+}
+
+static etcd_lease *create_lease(const tb__store_url *url, const char *token) {
+    etcd_lease *l = tb__calloc(1, sizeof *l);
+    if (!l)
+        return NULL;
+    l->url = *url;
+    pthread_mutex_init(&l->lock, NULL);
+    tb__monotonic_cond_init(&l->ended);
+    l->nstores = l->nopen = 1;
+    l->token = tb__strdup(token);
+    if (l->token)
+        return l;
+    free_lease(l);
+    return NULL;
+}
+
+static etcd_lease *find_lease(const tb__store_url *url, const char *token) {
+    for (etcd_lease *l = LIST_FIRST(&leases); l; l = LIST_NEXT(l, link)) {
+        if (strcmp(l->url.base, url->base) == 0 && strcmp(l->url.name_space, url->name_space) == 0 &&
+            strcmp(l->url.ca, url->ca) == 0 && strcmp(l->url.user, url->user) == 0 &&
+            strcmp(l->url.password, url->password) == 0 && strcmp(l->token, token) == 0)
+            return l;
+    }
+    return NULL;
+}
+
+/* Also in a forked child, where the lock may be held, and the leases are its parent's. */
+static void reset_leases(void) {
+    pthread_mutex_init(&leases_lock, NULL);
+    tb__monotonic_cond_init(&leases_changed);
+    LIST_INIT(&leases);
+}
+
+static void begin_leases(void) {
+    reset_leases();
+    pthread_atfork(NULL, NULL, reset_leases);
+}
+
+/* Shares the lease of other stores. `out` is one to be opened, and listed, if there is none. */
+static tb_status take_lease(const tb__store_url *url, const char *token, int64_t deadline_ms, etcd_lease **out) {
+    struct timespec until = tb__time_of_ms(deadline_ms);
+    tb_status status = TB_OK;
+    etcd_lease *l;
+    pthread_mutex_lock(&leases_lock);
+    while ((l = find_lease(url, token)) && !l->is_granted && status == TB_OK) {
+        if (pthread_cond_timedwait(&leases_changed, &leases_lock, &until) != 0)
+            status = tb__fail(TB_TIMEOUT, "%s: another thread that opens it has had no answer", url->base);
+    }
+    if (status == TB_OK && l) {
+        l->nstores++;
+        l->nopen++;
+    } else if (status == TB_OK) {
+        l = create_lease(url, token);
+        status = l ? TB_OK : TB_NO_MEMORY;
+        if (l) {
+            LIST_INSERT_HEAD(&leases, l, link);
+            l->is_listed = true;
+        }
+    }
+    pthread_mutex_unlock(&leases_lock);
+    if (status == TB_OK)
+        *out = l;
+    return status;
+}
+
+/* Others that wait for the lease share it, or, after a failure, try themselves. */
+static void end_opening(etcd_lease *l, bool is_granted) {
+    pthread_mutex_lock(&leases_lock);
+    l->is_granted = is_granted;
+    if (!is_granted && l->is_listed)
+        LIST_REMOVE(l, link);
+    l->is_listed &= is_granted;
+    pthread_cond_broadcast(&leases_changed);
+    pthread_mutex_unlock(&leases_lock);
+}
+
 tb_status tb__etcd_store_open(const tb__store_url *url, const char *token, const tb__store_secret *secret,
                               int64_t deadline_ms, const tb__store_ops **ops, void **context) {
     (void)secret; /* keys belong to nobody in etcd */
@@ -534,16 +771,16 @@ tb_status tb__etcd_store_open(const tb__store_url *url, const char *token, const
     snprintf(c->url, sizeof c->url, "%s", url->base);
     c->owner = getpid();
     pthread_mutex_init(&c->lock, NULL);
-    tb__monotonic_cond_init(&c->ended);
-    tb_status status = tb__gateway_create(url, &c->gateway);
-    if (status == TB_OK)
-        status = check_token(c, url->name_space, token, deadline_ms);
-    if (status == TB_OK)
-        status = grant_lease(c, deadline_ms);
-    if (status == TB_OK)
-        status = tb__start_thread(&c->keeper, "tb-store-lease", lease_thread, c);
+    pthread_once(&leases_once, begin_leases);
+    tb_status status = take_lease(url, token, deadline_ms, &c->lease);
+    if (status == TB_OK && !c->lease->gateway) {
+        status = open_lease(c, token, deadline_ms);
+        end_opening(c->lease, status == TB_OK);
+        if (status != TB_OK)
+            free_lease(c->lease);
+    }
     if (status != TB_OK) {
-        free_etcd_client(c);
+        free_client(c);
         return status;
     }
     *ops = &etcd_ops;

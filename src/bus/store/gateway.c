@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 /* An endpoint that is silent must not use up the time in which another would answer. */
-enum { ATTEMPT_MS = 2000, FIRST_DELAY_MS = 10, LONGEST_DELAY_MS = 500, MAX_REPLY = 48 << 20 };
+enum { ATTEMPT_MS = 2000, FIRST_DELAY_MS = 10, LONGEST_DELAY_MS = 500, MAX_REPLY = 48 << 20, MOST_CALLS = 32 };
 
 static const char login_path[] = "/v3/auth/authenticate";
 #define NO_LOGIN UINT64_MAX
@@ -29,6 +29,7 @@ typedef struct connection {
     char error[CURL_ERROR_SIZE];
     struct curl_slist *headers;
     uint64_t login; /* that is in the headers */
+    const tb__gateway_user *user;
 } connection;
 
 LIST_HEAD(connection_list, connection);
@@ -48,9 +49,10 @@ struct tb__gateway {
 
     pthread_mutex_t lock; /* for all that follows */
     struct connection_list busy, idle;
+    size_t ncalls;          /* under way, streams aside */
+    pthread_cond_t freed;   /* one has ended, or the gateway or a user is stopped */
     atomic_bool is_stopped; /* for the reason: */
     char why[256];
-    _Atomic uint64_t ninterrupts;
     _Atomic uint64_t login; /* how often it has logged in */
     char *header;           /* of the last login */
 
@@ -102,6 +104,7 @@ tb_status tb__gateway_create(const tb__store_url *url, tb__gateway **out) {
     memcpy(g->password, url->password, sizeof g->password);
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_init(&g->logging_in, NULL);
+    tb__monotonic_cond_init(&g->freed);
     LIST_INIT(&g->busy);
     LIST_INIT(&g->idle);
     tb_status status = read_endpoints(g);
@@ -192,34 +195,59 @@ static tb_status create_connection(const tb__gateway *g, connection **out) {
 }
 
 static tb_status fail_stopped(const tb__gateway *g) {
-    return tb__fail(TB_LOST, "%s: the connection was lost: %s", g->url, g->why);
+    return tb__fail(TB_LOST, "%s: the connection was lost: %s", g->url,
+                    g->is_stopped ? g->why : "this side has hung up");
+}
+
+static bool is_limited(const tb__gateway_call *call) {
+    return !call->on_result && !call->is_urgent;
+}
+
+static bool is_call_stopped(const tb__gateway *g, const tb__gateway_call *call) {
+    return !call->ignores_stop && (g->is_stopped || (call->user && call->user->is_stopped));
+}
+
+/* With the lock held: waits until fewer calls are under way. */
+static tb_status await_turn(tb__gateway *g, const tb__gateway_call *call) {
+    struct timespec until = tb__time_of_ms(call->deadline_ms);
+    bool is_late = false;
+    while (!is_late && is_limited(call) && g->ncalls >= MOST_CALLS && !is_call_stopped(g, call))
+        is_late = pthread_cond_timedwait(&g->freed, &g->lock, &until) != 0;
+    if (!is_late && !is_call_stopped(g, call))
+        return TB_OK;
+    pthread_cond_signal(&g->freed); /* it may be another one's turn */
+    return is_late ? tb__fail(TB_TIMEOUT, "%s: %d calls are under way, and none has ended in time", g->url, MOST_CALLS)
+                   : fail_stopped(g);
 }
 
 static tb_status take_connection(tb__gateway *g, const tb__gateway_call *call, connection **out) {
     bool has_login = strcmp(call->path, login_path) != 0; /* one that has expired would be refused */
-    tb_status status = TB_OK;
     pthread_mutex_lock(&g->lock);
-    connection *l = LIST_FIRST(&g->idle);
-    if (g->is_stopped && !call->ignores_stop)
-        status = fail_stopped(g);
-    else if (l)
+    tb_status status = await_turn(g, call);
+    connection *l = status == TB_OK ? LIST_FIRST(&g->idle) : NULL;
+    if (l)
         LIST_REMOVE(l, link);
-    else
+    else if (status == TB_OK)
         status = create_connection(g, &l);
     if (status == TB_OK && l->login != (has_login ? g->login : NO_LOGIN) && !make_headers(g, l, has_login)) {
         LIST_INSERT_HEAD(&g->idle, l, link);
         status = tb__fail(TB_NO_MEMORY, "no memory for HTTP headers");
     }
-    if (status == TB_OK)
+    if (status == TB_OK) {
+        l->user = call->user;
+        g->ncalls += is_limited(call);
         LIST_INSERT_HEAD(&g->busy, l, link);
+    }
     pthread_mutex_unlock(&g->lock);
     if (status == TB_OK)
         *out = l;
     return status;
 }
 
-static void release_connection(tb__gateway *g, connection *l) {
+static void release_connection(tb__gateway *g, const tb__gateway_call *call, connection *l) {
     pthread_mutex_lock(&g->lock);
+    g->ncalls -= is_limited(call);
+    pthread_cond_signal(&g->freed);
     LIST_REMOVE(l, link);
     LIST_INSERT_HEAD(&g->idle, l, link);
     pthread_mutex_unlock(&g->lock);
@@ -236,15 +264,19 @@ void tb__gateway_destroy(tb__gateway *gateway) {
     if (gateway->header)
         explicit_bzero(gateway->header, strlen(gateway->header));
     free(gateway->header);
+    pthread_cond_destroy(&gateway->freed);
     pthread_mutex_destroy(&gateway->lock);
     pthread_mutex_destroy(&gateway->logging_in);
     free(gateway);
 }
 
-/* With the lock held. */
-static void wake_calls(tb__gateway *g) {
-    for (connection *l = LIST_FIRST(&g->busy); l; l = LIST_NEXT(l, link))
-        g->curl->multi_wakeup(l->multi);
+/* With the lock held: the calls of a user, or all, look whether they have to end. */
+static void wake_calls(tb__gateway *g, const tb__gateway_user *user) {
+    for (connection *l = LIST_FIRST(&g->busy); l; l = LIST_NEXT(l, link)) {
+        if (!user || l->user == user)
+            g->curl->multi_wakeup(l->multi);
+    }
+    pthread_cond_broadcast(&g->freed);
 }
 
 void tb__gateway_stop(tb__gateway *gateway, const char *why) {
@@ -252,14 +284,21 @@ void tb__gateway_stop(tb__gateway *gateway, const char *why) {
     if (!gateway->is_stopped)
         snprintf(gateway->why, sizeof gateway->why, "%s", why);
     gateway->is_stopped = true;
-    wake_calls(gateway);
+    wake_calls(gateway, NULL);
     pthread_mutex_unlock(&gateway->lock);
 }
 
-void tb__gateway_interrupt(tb__gateway *gateway) {
+void tb__gateway_stop_user(tb__gateway *gateway, tb__gateway_user *user) {
     pthread_mutex_lock(&gateway->lock);
-    gateway->ninterrupts++;
-    wake_calls(gateway);
+    user->is_stopped = true;
+    wake_calls(gateway, user);
+    pthread_mutex_unlock(&gateway->lock);
+}
+
+void tb__gateway_interrupt(tb__gateway *gateway, tb__gateway_user *user) {
+    pthread_mutex_lock(&gateway->lock);
+    user->ninterrupts++;
+    wake_calls(gateway, user);
     pthread_mutex_unlock(&gateway->lock);
 }
 
@@ -357,7 +396,7 @@ static void set_request_options(attempt *a, const endpoint *to) {
 /* Runs the transfer until it ends, times out, or the gateway is stopped. If TB_OK, `code` is its result. */
 static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code) {
     tb__gateway *g = a->gateway;
-    uint64_t ninterrupts = g->ninterrupts;
+    uint64_t ninterrupts = a->call->user ? a->call->user->ninterrupts : 0;
     for (;;) {
         int nrunning = 0, nleft = 0;
         g->curl->multi_perform(a->connection->multi, &nrunning);
@@ -366,9 +405,9 @@ static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code
             *code = message ? message->data.result : CURLE_FAILED_INIT;
             return TB_OK;
         }
-        if (!a->call->ignores_stop && g->is_stopped)
+        if (is_call_stopped(g, a->call))
             return fail_stopped(g);
-        if (a->call->on_result && ninterrupts != g->ninterrupts)
+        if (a->call->on_result && a->call->user && ninterrupts != a->call->user->ninterrupts)
             a->call->deadline_ms = tb__now_ms();
         int left = tb__ms_until(a->has_begun ? a->call->deadline_ms : attempt_ms);
         if (left == 0)
@@ -599,7 +638,7 @@ static tb_status post_call(tb__gateway *g, tb__gateway_call *call, json_t **repl
         }
     }
     free(a.in.item);
-    release_connection(g, a.connection);
+    release_connection(g, call, a.connection);
     return status;
 }
 

@@ -1,7 +1,8 @@
 /* A client of etcd's JSON gateway: posts a JSON object to whichever endpoint answers, and receives one, or a stream of
  * them.
  *
- * Calls may come from several threads at once; each uses a connection of its own, which is kept for later calls. */
+ * Calls may come from several threads at once; each uses a connection of its own, which is kept for later calls. A few
+ * dozen are under way at a time, streams aside; the others wait for their turn. */
 #ifndef TB_BUS_STORE_GATEWAY_H
 #define TB_BUS_STORE_GATEWAY_H
 
@@ -24,8 +25,17 @@ void tb__gateway_destroy(tb__gateway *gateway);
 /* Makes every running call, and all later ones, return TB_LOST with this reason. Only the first reason counts. */
 void tb__gateway_stop(tb__gateway *gateway, const char *why);
 
-/* Ends the streams that are under way, with TB_TIMEOUT. */
-void tb__gateway_interrupt(tb__gateway *gateway);
+/* One of several users of a gateway. Zero-initialised; outlives its calls. */
+typedef struct tb__gateway_user {
+    _Atomic bool is_stopped;
+    _Atomic uint64_t ninterrupts;
+} tb__gateway_user;
+
+/* The same for the calls of this user: "this side has hung up". */
+void tb__gateway_stop_user(tb__gateway *gateway, tb__gateway_user *user);
+
+/* Ends the user's streams that are under way, with TB_TIMEOUT. */
+void tb__gateway_interrupt(tb__gateway *gateway, tb__gateway_user *user);
 
 /* gRPC codes with which etcd refuses a request. */
 typedef enum tb__etcd_code {
@@ -41,6 +51,8 @@ typedef struct tb__gateway_call {
     const char *path;
     const tb__bytes *body;
     int64_t deadline_ms;
+    tb__gateway_user *user; /* NULL: none in particular */
+    bool is_urgent;         /* does not wait for its turn, where many calls are under way */
     bool is_not_repeatable; /* once it may have been received, it is not sent again */
     bool is_first;          /* TB_IO at once if no endpoint is there */
     bool ignores_stop;      /* runs although the gateway was stopped */
