@@ -98,9 +98,8 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
 
 /* Publishes a note about `topic` for one of this process's seats, in place of an earlier one. Others see it until it is
  * withdrawn or this process is gone; this process sees it when the call returns. But if only hints are followed, and
- * the group's first rank has a note about the topic that `is_lead` accepts, it sees all notes when that one hints at a
- * change. TB_TOO_BIG also if all contacts and
- * notes on the bus together come close to 16 MiB. If the call fails, a note that was new is deleted in the background.
+ * the group's first rank has no note about the topic, or one that `is_lead` accepts, it sees all notes when that one
+ * hints at a change. TB_TOO_BIG also if all contacts and notes on the bus together come close to 16 MiB. If the call fails, a note that was new is deleted in the background.
  *
  * Withdrawing while the store is lost does not wait: the note is not written again. If the store does not answer within
  * the timeout, the call fails with TB_TIMEOUT, and the note is deleted in the background when the store answers. Until

@@ -125,7 +125,7 @@ static tb_status check_note(const tb__directory *d, const char *group, int32_t i
     return TB_OK;
 }
 
-/* Whether the group's first rank has a note that tells that it follows all changes of the topic. */
+/* Whether the group's first rank tells what changes: it has a note that says so, or none, and will have to come. */
 static tb_status look_at_lead(tb__directory *d, const tb__store_deadline *deadline, const note_request *request,
                               bool *is_relied_on) {
     tb__store_value value;
@@ -135,7 +135,7 @@ static tb_status look_at_lead(tb__directory *d, const tb__store_deadline *deadli
     TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_get(d->store, tb__key_of_note(request->topic, request->group, 0).text, &value));
     tb__note note = {.group = request->group, .data = value.data, .nbytes = value.nbytes};
-    *is_relied_on = value.data && d->opts.is_lead(&note);
+    *is_relied_on = !value.data || d->opts.is_lead(&note);
     tb__store_value_fini(&value);
     return TB_OK;
 }
