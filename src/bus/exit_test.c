@@ -3,6 +3,7 @@
  * TB_CONFIG=WORDS plays only the configurations that have these words in their names. */
 #include "bus/members_test.h"
 
+#include "bus/world.h"
 #include "transport/transport.h"
 
 #include <stdatomic.h>
@@ -325,7 +326,22 @@ static void say(const member *m, const char *what) {
     must(m, say_of(m->store, key, m->round, m->position, ""), what);
 }
 
+/* The start of a transfer goes to ranks that are connected by it, which takes a while. */
+static bool has_sent_all(const member *m) {
+    bool has_all = true;
+    tb__loop_lock(m->world->loop);
+    for (const tb__peer *peer = tb__loop_peers(m->world->loop); peer; peer = peer->next)
+        has_all &= peer->nunsent == 0;
+    tb__loop_unlock(m->world->loop);
+    return has_all;
+}
+
 static void die(const member *m) {
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (m->c->is_late_connection && !has_sent_all(m)) {
+        must_be(m, tb__now_ms() < deadline_ms, "its messages are not sent");
+        usleep(100);
+    }
     if (m->c->is_killed)
         kill(getpid(), SIGKILL);
     _exit(0);
