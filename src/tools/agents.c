@@ -144,8 +144,6 @@ static void ask(tool_agent_view *view, int64_t deadline_ms) {
 
 static tb_status read_report(const tool_agent_view *view, const tb__message *reply, json_t **out) {
     json_error_t error;
-    if (reply->status != TB_OK)
-        return tb__fail(reply->status, "%s: %s", view->path, reply->message);
     json_t *report = json_loadb((const char *)reply->report.data, reply->report.nbytes, JSON_REJECT_DUPLICATES, &error);
     if (!json_is_object(report)) {
         json_decref(report);
@@ -161,10 +159,11 @@ static void take_answer(tool_agent_view *view, int64_t deadline_ms) {
     tb__link_lock(view->link);
     tb_status status = tb__link_await_reply(view->link, view->seq, deadline_ms, "said what it does", &reply);
     tb__link_unlock(view->link);
-    if (status == TB_OK) {
+    if (status == TB_OK)
         status = read_report(view, &reply->message, &report);
-        tb__link_reply_free(reply);
-    }
+    else if (reply)
+        status = tb__fail_within(status, "%s", view->path);
+    tb__link_reply_free(reply);
     if (status != TB_OK) {
         give_up(view, status);
         return;

@@ -55,9 +55,11 @@ static bool has_reply(void *arg) {
 
 tb_status tb__link_await_reply(tb__link *l, uint64_t seq, int64_t deadline_ms, const char *what, tb__link_reply **out) {
     awaited a = {l, seq, NULL};
-    TB_TRY(tb__link_wait(l, has_reply, &a, deadline_ms, what));
+    tb_status status = tb__link_wait(l, has_reply, &a, deadline_ms, what);
     *out = a.reply;
-    return TB_OK;
+    if (!a.reply || a.reply->message.status == TB_OK)
+        return status;
+    return tb__fail(a.reply->message.status, "%s", a.reply->message.message);
 }
 
 tb_status tb__link_call(tb__link *l, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
@@ -70,13 +72,8 @@ tb_status tb__link_call(tb__link *l, tb__message *message, const int *fds, size_
     message->timeout_ms = (uint64_t)timeout_ms;
     TB_TRY(tb__link_post(l, message, fds, nfds, deadline_ms, &seq));
     tb_status status = tb__link_await_reply(l, seq, deadline_ms, what, &reply);
-    if (status != TB_OK) {
+    if (!reply)
         tb__link_drop_reply(l, seq);
-        return status;
-    }
-    status = reply->message.status;
-    if (status != TB_OK)
-        (void)tb__fail(status, "%s", reply->message.message);
     if (out)
         *out = reply;
     else
@@ -148,10 +145,11 @@ static tb_status say_hello(tb__link *l, const tb__link_opts *o, int64_t deadline
     uint64_t seq;
     tb__link_reply *reply;
     TB_TRY(tb__link_post(l, &hello, NULL, 0, deadline_ms, &seq));
-    TB_TRY(tb__link_await_reply(l, seq, deadline_ms, "answered the hello", &reply));
-    const tb__message *m = &reply->message;
-    tb_status status = m->status == TB_OK ? TB_OK : tb__fail(m->status, "%s: %s", l->path, m->message);
+    tb_status status = tb__link_await_reply(l, seq, deadline_ms, "answered the hello", &reply);
+    if (status != TB_OK && reply)
+        status = tb__fail_within(status, "%s", l->path);
     if (status == TB_OK) {
+        const tb__message *m = &reply->message;
         l->rank = (int32_t)m->rank.value;
         l->index = (int32_t)m->index.value;
         l->size = (int32_t)m->size.value;

@@ -111,7 +111,7 @@ tb_status tb__link_open(const char *path, const tb__link_opts *opts, tb__link **
 /* Sends a frame, with descriptors; *seq is the `seq` of its reply. */
 tb_status tb__link_post(tb__link *link, const tb__message *message, const int *fds, size_t nfds, int64_t deadline_ms,
                         uint64_t *seq);
-/* Waits for a reply. */
+/* Waits for a reply. Returns the failure that it tells, too; *out is NULL if it has not come. */
 tb_status tb__link_await_reply(tb__link *link, uint64_t seq, int64_t deadline_ms, const char *what,
                                tb__link_reply **out);
 /* Posts a frame and waits for its reply, as long as the agent was given and a grace period; a failure in the reply is

@@ -533,12 +533,11 @@ static void end_batch(remote_batch *b) {
     tb__link_reply *reply = NULL;
     if (!b->is_registered && !b->may_be_registered)
         return;
-    tb_status status = tb__link_post(l, &message, NULL, 0, INT64_MAX, &seq);
-    if (status == TB_OK)
-        status = tb__link_await_reply(l, seq, INT64_MAX, "cleaned up", &reply);
-    tb__link_reply_free(reply);
-    if (status != TB_OK)
+    if (tb__link_post(l, &message, NULL, 0, INT64_MAX, &seq) == TB_OK)
+        (void)tb__link_await_reply(l, seq, INT64_MAX, "cleaned up", &reply);
+    if (!reply)
         tb__link_await_end(l);
+    tb__link_reply_free(reply);
 }
 
 /* The agent forgets a batch that it had nothing of before; else it goes on until the deadline, and this process can't

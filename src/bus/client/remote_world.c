@@ -388,13 +388,9 @@ tb_status tb__remote_await_pair(remote_pair *p, int64_t deadline_ms) {
     if (!p->is_awaited)
         return TB_OK;
     tb_status status = tb__link_await_reply(p->world->link, p->seq, deadline_ms, "made the pair", &reply);
-    if (status == TB_TIMEOUT) /* which the first request outlives */
+    if (!reply && status == TB_TIMEOUT) /* which the first request outlives */
         return init_named(p);
-    TB_TRY(status);
-    p->is_awaited = false;
-    status = reply->message.status;
-    if (status != TB_OK)
-        (void)tb__fail(status, "%s", reply->message.message);
+    p->is_awaited = !reply;
     tb__link_reply_free(reply);
     return status;
 }
