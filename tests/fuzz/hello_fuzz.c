@@ -14,7 +14,7 @@ typedef struct scene {
 
 static void make_scene(scene *s) {
     tb__store_server *server = &s->server;
-    snprintf(server->listener.address.url, sizeof server->listener.address.url, "fuzz");
+    snprintf(server->endpoint.listener.address.url, sizeof server->endpoint.listener.address.url, "fuzz");
     tb__proof_key_derive("a token of the fuzz target, long enough", TB__STORE_PURPOSE, &server->key);
     server->table.max_nbytes = 1 << 20;
     server->table.changed = tb__wake_waiters;
@@ -37,7 +37,7 @@ static void free_scene(scene *s) {
     s->server.table.changed = NULL;
     for (int i = 0; i < NSESSIONS; i++) {
         tb__session_drop_waiters(s->session[i]);
-        free(s->session[i]->out.item);
+        free(s->session[i]->connection.out.item);
         free(s->session[i]);
     }
     tb__store_table_fini(&s->server.table);
