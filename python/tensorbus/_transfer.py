@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EVENTS = {event.name.removeprefix("TB_").lower(): event for event in tb_event}
 _PHASES = tuple(p.name.removeprefix("TB_PHASE_").lower() for p in tb_phase)[: tb_phase.TB_PHASE_COUNT]
 _look = declare(lib, "tb_wait")  # without exceptions
+_AT_ONCE_MS = 5  # no signal is handled for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,14 @@ class Transfer(Handle):
         self._batch = batch
         self.is_send = is_send
         self._default_event = "released" if is_send else "committed"
+        self._is_committed = False  # somebody has waited for that
 
-    def _look(self, event: int) -> tuple[Timeout | None, int]:
+    def _look(self, event: int, milliseconds: int = 0) -> tuple[Timeout | None, int]:
         """None if the event has come; raises the transfer's failure; else why it has not, and what to poll."""
         with self._use() as transfer:
-            status = _look(transfer, event, 0)
+            status = _look(transfer, event, milliseconds)
             if status == tb_status.TB_OK:
+                self._is_committed |= event == tb_event.TB_COMMITTED
                 return None, -1
             failure = make(status, lib.tb_error_detail().decode("utf-8", "replace"))
             if not isinstance(failure, Timeout):
@@ -95,13 +98,13 @@ class Transfer(Handle):
         number = _values.choice("event", self._default_event if event is None else event, EVENTS)
         timeout_ms = _values.milliseconds("timeout", timeout)
         deadline = Deadline(None if timeout is None else timeout_ms / 1000)
-        while True:
-            missing, fd = self._look(number)
-            if missing is None:
-                return
+        # Most end at once: that is waited for in the library, which takes less than to poll.
+        missing, fd = self._look(number, min(_AT_ONCE_MS, timeout_ms) if timeout is not None else _AT_ONCE_MS)
+        while missing is not None:
             if deadline.is_over:
                 raise Timeout(str(missing).replace("after 0 ms", f"after {timeout_ms} ms"))
             sleep_until_readable(fd, deadline.left)
+            missing, fd = self._look(number)
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._await_event(EVENTS[self._default_event]).__await__()
@@ -181,6 +184,9 @@ class Transfer(Handle):
         """Closes a transfer that has ended. A send whose tensors are released has still to be read by its receivers."""
         if self.is_closed or self._is_inherited:
             self._batch._transfers.pop(self.is_send, None)
+            return
+        if self._is_committed:
+            self.close()
             return
         state = self.state()
         has_ended = state.status != "ok" or "committed" in state.events
