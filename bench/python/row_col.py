@@ -5,9 +5,9 @@
 
 Lines take turns, round after round: this package; `tensorbus bench --only row_col`, which is C; slices that are sent by
 torch.distributed over gloo; and torch.distributed.checkpoint through files in /dev/shm. Then what sending a small batch
-takes, from Python and from C (bench/send_wait.c). Medians, and the least and the most of the rounds;
-for the small batch, quartiles. With --check, it
-fails if this package is not 5 times as fast as gloo and checkpoints, or costs 50 us more than C.
+takes, from Python and from C (bench/send_wait.c). Figures are medians, with the least and the most of the rounds; of
+the small batch, with quartiles. With --check, it fails if this package is not 5 times as fast as gloo and checkpoints,
+or takes 50 us more than C.
 """
 
 from __future__ import annotations
