@@ -413,6 +413,11 @@ typedef struct tb_tensor {
     const char *memory; /* the device that data, scales and scale are on (see Memory), else TB_REFUSED; NULL: any */
 } tb_tensor;
 
+/* How many bytes `data`, `scales` and `scale` of a tb_tensor with this `encode` have, if the rank's part has this
+ * shape. Outputs may be NULL. */
+TB_API tb_status tb_encode_nbytes(const char *encode, const tb_shape *part, size_t *data, size_t *scales,
+                                  size_t *scale);
+
 /* Everything in the options but the transform is copied. */
 TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out);
 
@@ -443,9 +448,9 @@ TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
  * device if it is not the host, goes to or comes from whom, by way of whom, and, of what is received, how it is
  * written: *direct* (it is read into its place), *copy* (it came in a bucket), *transform* (it is converted), or *in
  * place* (it is there already), and how it is reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with
- * the reason. With an agent, further lines tell which tensors on devices this process copies from or to host memory, and
- * why. Ranks are those of the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer in that
- * direction, which settles it. */
+ * the reason. With an agent, further lines tell which tensors on devices this process copies from or to host memory,
+ * and why. Ranks are those of the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer in
+ * that direction, which settles it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it

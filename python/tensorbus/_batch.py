@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import _module, _tensors, _torch, _values
@@ -87,6 +87,10 @@ class Batch(Handle):
         view: str | None = None,
         ranks: Mapping[int, int] | Sequence[int] | None = None,
         mesh: Any = None,
+        encode: str | None = None,
+        scales: Any = None,
+        scale: Any = None,
+        scale_group: str | None = None,
     ) -> None:
         """Adds this rank's part of tensor ``name``: a NumPy array, a PyTorch tensor, or anything with DLPack.
 
@@ -98,10 +102,17 @@ class Batch(Handle):
 
         ``ranks`` maps the ranks of a DTensor's mesh to seats of the group, where they are not the same. Where that mesh
         is a sub-mesh of ``mesh``, the others beside it have the same tensor.
+
+        ``encode`` says that this side has it quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4", with options as
+        in docs/models.md. ``scales`` and ``scale`` are the tensors of its scales. Tensors with the same ``scale_group``
+        have one scale in common.
         """
         if ranks is not None or mesh is not None:
             tensor = _torch.read_dtensor(name, tensor, ranks, mesh)
-        self._add(pair, [(name, self._describe(pair, name, tensor, shape, layout, dtype, wire_dtype, group, view))])
+        described, found = self._describe(pair, name, tensor, shape, layout, dtype, wire_dtype, group, view)
+        if any(given is not None for given in (encode, scales, scale, scale_group)):
+            found = _encode(name, described, found, encode, scales, scale, scale_group)
+        self._add(pair, [(name, (described, found))])
 
     def add_all(self, pair: Pair, tensors: Mapping[str, Any], *, shapes: Mapping[str, Any] | None = None) -> None:
         """Adds many tensors by name; ``shapes`` has the global shapes where they are not the tensors' own.
@@ -435,6 +446,33 @@ def _reinterpret(view: _tensors.View, dtype: Any) -> _tensors.View:
     return _tensors.View(
         view.address, number, shape, view.strides, view.device, view.keepalive, view.is_readonly, None, view.layout
     )
+
+
+def _encode(
+    name: str, described: tb_tensor, found: _tensors.View, encode: Any, scales: Any, scale: Any, scale_group: Any
+) -> _tensors.View:
+    """Adds the encoding; the library can't see how long the memory of the scales is."""
+    try:
+        described.encode = _values.text("encode", encode)
+        described.scale_group = _values.optional_text("scale_group", scale_group)
+        wanted = c_size_t(), c_size_t(), c_size_t()
+        part = _values.shape("shape", found.shape)
+        lib.tb_encode_nbytes(described.encode, byref(part), *map(byref, wanted))
+        keepalive = [found.keepalive]
+        for field, tensor, nbytes in ("scales", scales, wanted[1].value), ("scale", scale, wanted[2].value):
+            if tensor is None:
+                continue
+            view = _tensors.read(tensor)
+            first, last = _tensors.span(view)
+            if view.strides is not None or last - first != nbytes:
+                raise Invalid(f"{field} must have {nbytes} bytes without gaps, not {last - first}")
+            if view.device != found.device:
+                raise Invalid(f"{field} is on {view.device}, and the data on {found.device}")
+            setattr(described, field, first if nbytes else None)
+            keepalive.append(view.keepalive)
+    except Error as error:
+        raise type(error)(f"tensor '{name}': {error}", error.status) from None
+    return replace(found, keepalive=keepalive)
 
 
 def _check_part(pair: Pair, its: Layout | None, whole: tuple[int, ...], part: tuple[int, ...]) -> None:

@@ -301,6 +301,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_dtype_bits": (c_uint, c_int),
     "tb_dtype_parse": (tb_status, c_char_p, _INT),
     "tb_shape_size": (tb_status, _SHAPE, c_int, _I64, _I64),
+    "tb_encode_nbytes": (tb_status, c_char_p, _SHAPE, _SIZE, _SIZE, _SIZE),
     "tb_alloc_on": (tb_status, c_char_p, c_size_t, _OUT),
     "tb_free": (None, c_void_p),
     "tb_call_join": (tb_status, c_char_p, c_char_p, c_int32, c_int32, POINTER(tb_world_opts), _OUT),

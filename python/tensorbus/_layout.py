@@ -75,10 +75,7 @@ class Layout:
         >>> tb.layout("mesh=2,2 place=S0,S1").local_shape((600, 400), rank=1)
         (300, 200)
         """
-        found = self._find_local(shape, rank)
-        dims = tuple(found.shape.dim[: found.shape.ndim])
-        lib.tb_local_fini(byref(found))
-        return dims
+        return _local_shape(self, _values.dims("shape", shape), rank)
 
     def _find_local(self, shape: Any, rank: int) -> tb_local:
         found = tb_local()
@@ -89,6 +86,14 @@ class Layout:
     def __del__(self, destroy: Callable[..., None] = lib.tb_layout_destroy) -> None:
         if handle := getattr(self, "_handle", None):
             destroy(handle)
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    found = layout._find_local(shape, rank)
+    dims = tuple(found.shape.dim[: found.shape.ndim])
+    lib.tb_local_fini(byref(found))
+    return dims
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ package that the program has not imported.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -67,6 +68,11 @@ def span(view: View) -> tuple[int, int]:
 # ---- NumPy ----------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=256)
+def _numpy_dtype(dtype: Any) -> int:
+    return _values.dtype("its dtype", dtype)
+
+
 def _read_numpy(tensor: Any) -> View | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(tensor, numpy.ndarray):
@@ -76,7 +82,7 @@ def _read_numpy(tensor: Any) -> View | None:
     contiguous = tensor.flags.c_contiguous
     return View(
         address=tensor.ctypes.data,
-        dtype=_values.dtype("its dtype", tensor.dtype),
+        dtype=_numpy_dtype(tensor.dtype),
         shape=tensor.shape,
         strides=None if contiguous else in_elements(tensor.strides, tensor.itemsize),
         device="host",

@@ -73,6 +73,8 @@ def milliseconds(parameter: str, seconds: Any) -> int:
 
 def dims(parameter: str, value: Any) -> tuple[int, ...]:
     """A shape: at most 8 non-negative ints, or one."""
+    if type(value) is tuple and len(value) <= TB_MAX_DIMS and all(type(n) is int and 0 <= n <= MOST_I64 for n in value):
+        return value  # as nearly all are: models have tens of thousands
     if hasattr(value, "__index__"):
         value = (value,)
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

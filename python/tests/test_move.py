@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,19 @@ def test_versions_in_place(tmp_path: Path) -> None:
 def test_versions_shadow(tmp_path: Path) -> None:
     found = run(trainer_and_engine, tmp_path, {"trainer": 2, "engine": 3}, "shadow", 3)
     assert found["engine", 2] == [1, 2, 3]
+
+
+def test_many_tensors(tmp_path: Path) -> None:
+    """As many as a model of a trillion parameters has, in one call of the library."""
+    tensors = {f"model.layers.{i}.weight": np.zeros((2, 4), np.float32) for i in range(37000)}
+    with tb.join(f"unix:{tmp_path}/bus", group="a", index=0, size=1) as bus:
+        pair = bus.pair("p", "b", "mesh=1 place=R", wait=False)
+        batch = bus.batch("b")
+        begun = time.process_time()
+        batch.add_all(pair, tensors)
+        seconds = time.process_time() - begun
+    print(f"37,000 tensors were added in {seconds:.2f} s of the CPU")
+    assert seconds < 2
 
 
 def later(seat: Seat) -> None:

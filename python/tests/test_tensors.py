@@ -121,6 +121,37 @@ def test_kinds(tmp_path: Path) -> None:
     run(kinds, tmp_path, {"a": 1, "b": 1})
 
 
+def quantised(seat: Seat) -> None:
+    """One side has the tensor as numbers, the other as mxfp8."""
+    sends = seat.group == "a"
+    x = np.tile(np.arange(32, dtype=np.float32), (4, 2))
+    data, scales = np.zeros((4, 64), np.uint8), np.zeros((4, 2), np.uint8)
+    with seat.join() as bus:
+        pair = bus.pair("p", "b" if sends else "a", "mesh=1 place=R")
+        batch = bus.batch("step")
+        if sends:
+            batch.add(pair, "w", x)
+        else:
+            for wrong, words in (
+                ({"scales": scales[:3]}, "scales must have 8 bytes"),
+                ({"scales": scales[:, ::2]}, "scales must have 8 bytes without gaps"),
+                ({"scales": scales, "encode": "fp9"}, "fp9"),
+                ({"scales": scales, "encode": None}, "encode must be a str"),
+            ):
+                with pytest.raises(tb.Invalid, match=f"tensor 'w': .*{words}"):
+                    batch.add(pair, "w", data, dtype="f8e4m3", **{"encode": "mxfp8", **wrong})
+            batch.add(pair, "w", data, dtype="f8e4m3", encode="mxfp8", scales=scales)
+        (batch.send if sends else batch.recv)(wait="committed")
+    if not sends:
+        assert len(set(scales.ravel())) == 1
+        assert scales[0, 0] != 0
+        assert np.array_equal(data[:, :32], data[:, 32:])
+
+
+def test_quantised(tmp_path: Path) -> None:
+    run(quantised, tmp_path, {"a": 1, "b": 1})
+
+
 def own_layouts(seat: Seat) -> None:
     """Tensors that bring their layouts, in a pair without one; and seat to seat."""
     sends = seat.group == "a"

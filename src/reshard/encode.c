@@ -134,6 +134,23 @@ tb_status tb__encoded_measure(const tb__encoding *encoding, const tb_shape *stor
     return TB_OK;
 }
 
+tb_status tb_encode_nbytes(const char *encode, const tb_shape *part, size_t *data, size_t *scales, size_t *scale) {
+    tb__encoding encoding;
+    tb__encoded_size size;
+    if (!encode)
+        return tb__fail(TB_INVALID, "an encoding has a name");
+    TB_TRY(tb__encoding_parse(encode, &encoding));
+    TB_TRY(tb_shape_size(part, TB_U8, NULL, NULL));
+    TB_TRY(tb__encoded_measure(&encoding, part, &size));
+    if (data)
+        *data = size.data_nbytes;
+    if (scales)
+        *scales = size.scales_nbytes;
+    if (scale)
+        *scale = size.scale_nbytes;
+    return TB_OK;
+}
+
 tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored, void *data, void *scales, float *scale,
                            const tb_binding *part, tb__encoded *out) {
     tb__encoded e = {.encoding = *encoding, .data = data, .scales = scales, .scale = scale, .part = *part};

@@ -422,6 +422,22 @@ static void texts(void **state) {
     assert_true(e.format.kind == TB__QUANT_NVFP4 && e.format.is_swizzled && !e.by_sender);
 }
 
+static void sizes(void **state) {
+    (void)state;
+    tb_shape part = {2, {128, 64}}, scalar = {0};
+    size_t data = 0, scales = 0, scale = 9;
+    assert_int_equal(tb_encode_nbytes("mxfp8", &part, &data, &scales, &scale), TB_OK);
+    assert_true(data == 128 * 64 && scales == 128 * 2 && scale == 0);
+    assert_int_equal(tb_encode_nbytes("nvfp4", &part, &data, &scales, &scale), TB_OK);
+    assert_true(data == 128 * 32 && scales == 128 * 4 && scale == 4);
+    assert_int_equal(tb_encode_nbytes("fp8_tensor", &part, &data, NULL, NULL), TB_OK);
+    assert_int_equal(tb_encode_nbytes("fp9", &part, &data, NULL, NULL), TB_INVALID);
+    assert_int_equal(tb_encode_nbytes(NULL, &part, &data, NULL, NULL), TB_INVALID);
+    assert_int_equal(tb_encode_nbytes("mxfp8", &scalar, &data, NULL, NULL), TB_REFUSED);
+    part.dim[0] = -1;
+    assert_int_equal(tb_encode_nbytes("mxfp8", &part, &data, NULL, NULL), TB_INVALID);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(written_in_bands),
@@ -431,6 +447,7 @@ int main(void) {
         cmocka_unit_test(tiles_of_some_rows),
         cmocka_unit_test(blocks_that_are_cut),
         cmocka_unit_test(texts),
+        cmocka_unit_test(sizes),
     };
     return cmocka_run_group_tests_name("encode", tests, NULL, NULL);
 }
