@@ -214,7 +214,16 @@ static void on_exchange_peer_lost(tb__port *port, tb__peer *peer) {
         tb__exchange_break(exchange, TB_LOST, true);
 }
 
+/* In manifests, because some ranks may not have noticed that a side has made the pair again with another layout. */
+static uint64_t hash_layouts(const tb_pair *pair) {
+    uint64_t hash[2];
+    for (int side = 0; side < 2; side++)
+        hash[side] = tb__tensor_list_hash(pair->sides[side].layout, strlen(pair->sides[side].layout));
+    return tb__tensor_list_hash(hash, sizeof hash);
+}
+
 static tb_status init_exchange(tb__exchange *exchange) {
+    exchange->layouts_hash = hash_layouts(exchange->pair);
     TB_TRY(init_handshake(exchange));
     TB_TRY(number_hosts(exchange));
     for (int side = 0; side < 2; side++) {
@@ -459,17 +468,9 @@ static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *mess
     }
 }
 
-/* In manifests, because some ranks may not have noticed that a side has made the pair again with another layout. */
-static uint64_t hash_layouts(const tb_pair *pair) {
-    uint64_t hash[2];
-    for (int side = 0; side < 2; side++)
-        hash[side] = tb__tensor_list_hash(pair->sides[side].layout, strlen(pair->sides[side].layout));
-    return tb__tensor_list_hash(hash, sizeof hash);
-}
-
 static void pack_exchange_manifest(tb__handshake *handshake, tb__pack *pack) {
     const tb__exchange *exchange = (const tb__exchange *)handshake;
-    tb__pack_u64(pack, hash_layouts(exchange->pair));
+    tb__pack_u64(pack, exchange->layouts_hash);
     tb__pack_i64(pack, exchange->batch->opts.staging_bytes);
     tb__pack_u32(pack, (uint32_t)exchange->sides[0].is_here + (uint32_t)exchange->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
@@ -526,7 +527,7 @@ static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack
             : tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %u sides, %" PRId64 " staging bytes",
                        handshake->peers[at]->label, exchange->what, (unsigned)nsides, staging_bytes);
     exchange->staging[at] = staging_bytes;
-    if (status == TB_OK && layouts != hash_layouts(exchange->pair))
+    if (status == TB_OK && layouts != exchange->layouts_hash)
         status = tb__fail(TB_CONFLICT, "%s has made pair '%s' with other layouts: it has to be made again",
                           handshake->peers[at]->label, exchange->pair->name);
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)

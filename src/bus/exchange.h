@@ -104,6 +104,7 @@ struct tb__exchange {
     tb__goodbye (*goodbyes)[2]; /* by peer that has left, and by sending side */
     int64_t *staging;           /* by peer: its bound on staging memory */
     int64_t staging_bytes;      /* the least of all ranks */
+    uint64_t layouts_hash;      /* of the pair's layouts */
     bool checksum;              /* any rank asks for it */
     int32_t *hosts;             /* by rank; NULL: one host */
     size_t nhosts;

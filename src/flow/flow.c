@@ -1,6 +1,7 @@
 /* A flow: creation, messages out, members that leave, breaking, and the dispatch of messages in. */
 #include "flow/flow_inside.h"
 
+#include "base/int.h"
 #include "base/log.h"
 
 #include <inttypes.h>
@@ -18,8 +19,6 @@ static tb_status add_members(tb__flow *flow) {
         m->port = o->ports[i];
         if (m->peer->rank == o->rank)
             flow->self = i;
-        if (!tb__index_add(&flow->by_rank, tb__hash(0, (uint64_t)m->peer->rank), i))
-            return TB_NO_MEMORY;
     }
     return flow->self < o->npeers ? TB_OK : tb__fail(TB_INTERNAL, "this rank is not in its own flow");
 }
@@ -62,7 +61,6 @@ bool tb__flow_free(tb__flow *flow) {
         free(flow->members[i].gone_why);
     tb__flow_unplan(flow);
     tb__attempts_fini(&flow->attempts);
-    tb__index_fini(&flow->by_rank);
     tb__flow_free_groups(flow);
     free(flow->members);
     free(flow->tensors);
@@ -83,12 +81,9 @@ bool tb__flow_destroy(tb__flow *flow) {
 }
 
 member *tb__flow_find_member(tb__flow *flow, int32_t rank) {
-    size_t probe = 0, at;
-    while ((at = tb__index_next(&flow->by_rank, tb__hash(0, (uint64_t)rank), &probe)) != TB__NOWHERE) {
-        if (flow->members[at].peer->rank == rank)
-            return &flow->members[at];
-    }
-    return NULL;
+    size_t at = 0;
+    TB_BISECT(at, flow->nmembers, flow->members[at].peer->rank >= rank);
+    return at < flow->nmembers && flow->members[at].peer->rank == rank ? &flow->members[at] : NULL;
 }
 
 /* ---- Messages out --------------------------------------------------------------------------------------------- */

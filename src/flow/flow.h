@@ -122,7 +122,7 @@ typedef struct tb__flow_opts {
     tb__loop *loop;
     int32_t rank;
     uint32_t direction;     /* part of each message, so that several flows can share a port */
-    tb__peer *const *peers; /* all ranks of both sides, each once, this one too; borrowed */
+    tb__peer *const *peers; /* all ranks of both sides, each once, ascending, this one too; borrowed */
     const uint32_t *ports;  /* theirs; borrowed */
     size_t npeers;
     size_t lead;      /* position of the peer that issues numbers; npeers: no peer does ... */

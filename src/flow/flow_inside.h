@@ -157,7 +157,6 @@ struct tb__flow {
     tb__flow_tensor *tensors;
     member *members;
     size_t nmembers, self, ngone;
-    tb__index by_rank;
     tb__flow *next_kept; /* of flows that are kept for good */
 
     struct flow_setup setup;

@@ -53,7 +53,7 @@ typedef struct tb__peer {
     int32_t transport_rank; /* the rank that transports know it by; no other incarnation has it */
     uint64_t contact;       /* a hash of it */
     const tb_transport *transport;
-    /* Behind the struct, in the same allocation: most peers are never connected, and there may be thousands. */
+    /* Behind the struct: most peers are never connected, and there may be thousands. */
     const char *label;   /* "rank 6 (inference 2)" */
     const char *host;    /* id of its machine */
     const void *address; /* in `transport` */

@@ -37,6 +37,7 @@ struct tb__loop {
     tb__submitted *submitted; /* not done yet */
     size_t nbegun_waiters;    /* threads to be woken when devices have begun some of it */
     tb__peer *peers;
+    tb__arena peer_memory;        /* of the structs */
     TB_VEC(tb__peer *) all_peers; /* the same, oldest first */
     tb__index peer_index;         /* of all_peers, by transport rank */
     TB_VEC(int32_t) strangers;    /* transport ranks of processes that have connected to this one and are not known */

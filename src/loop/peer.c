@@ -552,7 +552,7 @@ static tb_status fail_no_transport(const tb__loop *loop, const char *label, tb__
                     theirs, ours, why, *loop->missing ? "; " : "", loop->missing);
 }
 
-static void free_peer(tb__peer *peer) {
+static void peer_fini(tb__peer *peer) {
     if (peer->unposted)
         complete_parts(peer->unposted, peer->unposted->left);
     free(peer->why);
@@ -560,7 +560,6 @@ static void free_peer(tb__peer *peer) {
     free(peer->receive);
     free(peer->inbox);
     free(peer->message_bytes);
-    free(peer);
 }
 
 tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation) {
@@ -677,27 +676,31 @@ tb_status tb__loop_meet(tb__loop *loop, int32_t rank, uint64_t incarnation, cons
                                                      &address, &address_nbytes, why, sizeof why);
     if (!transport)
         return fail_no_transport(loop, label, reader, why);
-    size_t host_nbytes = strnlen(host, TB__CONTACT_PREFIX), label_nbytes = strlen(label) + 1;
-    tb__peer *peer = tb__calloc(1, sizeof *peer + address_nbytes + label_nbytes + host_nbytes + 1);
-    if (!peer)
+    /* The peers of a machine mostly follow each other. */
+    const char *shared =
+        loop->peers && strncmp(loop->peers->host, host, TB__CONTACT_PREFIX) == 0 ? loop->peers->host : NULL;
+    size_t host_nbytes = shared ? 0 : strnlen(host, TB__CONTACT_PREFIX) + 1, label_nbytes = strlen(label) + 1;
+    tb__peer *peer = tb__arena_alloc(&loop->peer_memory, 1, sizeof *peer + address_nbytes + label_nbytes + host_nbytes);
+    if (!peer || !tb__vec_reserve(&loop->all_peers, 1) ||
+        !tb__index_add(&loop->peer_index, tb__hash(0, (uint32_t)transport_rank), loop->all_peers.count))
         return TB_NO_MEMORY;
     char *behind = (char *)(peer + 1); /* aligned, as addresses need it */
-    peer->address = behind;
+    *peer = (tb__peer){.loop = loop,
+                       .rank = rank,
+                       .incarnation = incarnation,
+                       .transport_rank = transport_rank,
+                       .contact = hash,
+                       .transport = transport,
+                       .label = memcpy(behind + address_nbytes, label, label_nbytes),
+                       .host = shared,
+                       .address = behind,
+                       .address_nbytes = address_nbytes};
     if (address_nbytes > 0)
         memcpy(behind, address, address_nbytes);
-    peer->label = memcpy(behind + address_nbytes, label, label_nbytes);
-    peer->host = memcpy(behind + address_nbytes + label_nbytes, host, host_nbytes);
-    peer->loop = loop;
-    peer->rank = rank;
-    peer->incarnation = incarnation;
-    peer->transport_rank = transport_rank;
-    peer->contact = hash;
-    peer->transport = transport;
-    peer->address_nbytes = address_nbytes;
-    if (!tb__vec_reserve(&loop->all_peers, 1) ||
-        !tb__index_add(&loop->peer_index, tb__hash(0, (uint32_t)transport_rank), loop->all_peers.count)) {
-        free_peer(peer);
-        return TB_NO_MEMORY;
+    if (!shared) {
+        char *copy = memcpy(behind + address_nbytes + label_nbytes, host, host_nbytes - 1);
+        copy[host_nbytes - 1] = '\0';
+        peer->host = copy;
     }
     loop->all_peers.item[loop->all_peers.count++] = peer;
     peer->next = loop->peers;
@@ -710,8 +713,9 @@ void tb__peers_free(tb__loop *loop) {
     while (loop->peers) {
         tb__peer *peer = loop->peers;
         loop->peers = peer->next;
-        free_peer(peer);
+        peer_fini(peer);
     }
+    tb__arena_fini(&loop->peer_memory);
     free(loop->all_peers.item);
     free(loop->strangers.item);
     free(loop->met.item);
