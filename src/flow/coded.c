@@ -143,7 +143,7 @@ tb_status tb__flow_begin_coded(copy_op *c) {
 }
 
 /* Fails if the leg was cancelled, or its memory invalidated, during the user's function. */
-static tb_status check_wanted(const tb__flow *flow, bool is_send) {
+static tb_status check_wanted(tb__flow *flow, bool is_send) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     if (leg->memory_invalidated)
         return tb__flow_check_memory(flow, is_send);

@@ -39,6 +39,8 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     }
     if (opts->ntensors)
         memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
+    for (size_t i = 0; i < opts->ntensors; i++)
+        flow->has_padding |= opts->tensors[i].npadding > 0;
     flow->setup.ir = opts->ir;
     tb__flow_record_started(flow, opts->started);
     tb__flow_watch_revocations(flow);

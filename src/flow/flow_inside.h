@@ -118,6 +118,11 @@ struct flow_targets {
     bool is_clearing_padding;
 };
 
+/* What is known of the program's memory: only invalidate.c writes it. */
+struct flow_memory {
+    bool is_valid[2]; /* of targets, and of sources: none was invalidated */
+};
+
 /* The snapshot of the sources: only send.c writes it. */
 struct flow_snapshot {
     uint64_t attempt; /* that it was taken for, or is being taken for */
@@ -155,6 +160,7 @@ struct tb__flow {
     tb__flow_opts o;
     char *what;
     tb__flow_tensor *tensors;
+    bool has_padding; /* in any of their targets */
     member *members;
     size_t nmembers, self, ngone;
     tb__flow *next_kept; /* of flows that are kept for good */
@@ -168,6 +174,7 @@ struct tb__flow {
     struct flow_groups groups;
     struct flow_snapshot snapshot;
     struct flow_targets targets;
+    struct flow_memory memory;
     shadow shadow;
     tb__leg send, recv;
 };
@@ -330,7 +337,7 @@ void tb__flow_would_end(tb__flow *flow, tb_status status, const char *why);
 void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status status, const char *why);
 
 /* invalidate.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
-tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
+tb_status tb__flow_check_memory(tb__flow *flow, bool is_send);
 /* Watches for memory that senders revoke. */
 void tb__flow_watch_revocations(tb__flow *flow);
 /* Releases revoked memory of senders, if no copy reads it any more. */

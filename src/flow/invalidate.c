@@ -9,18 +9,20 @@ static bool is_flag_set(const bool *flag) {
     return flag && *flag;
 }
 
-/* The first tensor whose source, or target, was invalidated; NULL: there is none. */
-static const tb__flow_tensor *find_invalidated(const tb__flow *flow, bool is_src) {
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
+/* The first tensor whose source, or target, was invalidated; NULL: there is none. If there is none, that holds until
+ * memory of this flow is invalidated: looking at a million tensors takes milliseconds. */
+static const tb__flow_tensor *find_invalidated(tb__flow *flow, bool is_src) {
+    for (size_t i = 0; i < flow->o.ntensors && !flow->memory.is_valid[is_src]; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
         if (is_flag_set(is_src ? t->src_invalidated : t->dst_invalidated))
             return t;
     }
+    flow->memory.is_valid[is_src] = true;
     return NULL;
 }
 
 /* A receive that was marked because it reads from this rank's own send names the source tensor. */
-tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
+tb_status tb__flow_check_memory(tb__flow *flow, bool is_send) {
     const tb__flow_tensor *t = find_invalidated(flow, is_send);
     if (!t && !is_send && flow->recv.memory_invalidated)
         t = find_invalidated(flow, true);
@@ -32,6 +34,7 @@ tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
 
 /* Released sources are not read any more. A prepared receive checks the memory again before it is applied. */
 bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, const char **tensor) {
+    flow->memory = (struct flow_memory){0};
     const tb__flow_tensor *src = find_invalidated(flow, true), *dst = find_invalidated(flow, false);
     tb__leg *send = &flow->send, *recv = &flow->recv;
     bool sends = src && send->is_under_way && !send->is_released;

@@ -63,11 +63,8 @@ static void end_padding(copy_op *c, tb_status status) {
 /* Data and padding are disjoint, so the order does not matter. Shadows have no padding: COPY_COMMIT clears that of the
  * tensors. */
 static tb_status clear_padding(tb__flow *flow) {
-    size_t n = 0;
-    for (size_t i = 0; i < flow->o.ntensors && !flow->o.shadow.is_used; i++)
-        n += flow->tensors[i].npadding;
     flow->targets.is_clearing_padding = false;
-    if (n == 0)
+    if (!flow->has_padding || flow->o.shadow.is_used)
         return TB_OK;
     copy_op *c = tb__flow_new_copy_op(flow, false, COPY_PADDING, 0);
     if (!c)
