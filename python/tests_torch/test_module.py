@@ -291,3 +291,21 @@ def test_allocator_without_a_gpu() -> None:
         pytest.skip("there is a GPU: tests/gpu/torch_pool.py is for that")
     with pytest.raises(tb.Refused, match="torch sees none"):
         tb.torch_allocator()
+
+
+def test_copy_service(tmp_path: Path) -> None:
+    """With tensors of PyTorch: strides, leaves, bfloat16; and one that is freed between submit and run."""
+    got = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    with tb.join(f"unix:{tmp_path}/bus", group="all", index=0, size=1) as bus:
+        service = tb.copy_service(bus, "all")
+        sent = torch.randn(4, 3).to(torch.bfloat16).t()
+        service.submit_send(sent, 0, task_id=1)
+        service.submit_recv(got, 0, task_id=1)
+        service.run(timeout=20.0)
+        assert torch.equal(sent, got)
+        gone = torch.zeros(8)
+        service.submit_send(gone, 0, task_id=2)
+        service.submit_recv(torch.zeros(8), 0, task_id=2)
+        gone.untyped_storage().resize_(0)
+        with pytest.raises(tb.Invalid, match="freed or resized"):
+            service.run(timeout=20.0)
