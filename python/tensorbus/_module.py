@@ -219,21 +219,26 @@ def _replicated(mesh: Any, ranks: _dtensor.RankMap | None) -> str:
 def share(module: Any) -> Any:
     """Moves a module's parameters and buffers that are in CPU memory to memory that peers read in place.
 
-    The tensors stay what they are, and so do their views and ties: only the memory behind them changes. Returns the
-    module. Gradients are left where they are.
+    The tensors stay what they are, and those that shared a storage, or were tied, still do: only the memory behind them
+    changes. Views that the program has made of them keep the old memory, and gradients stay where they are. Returns the
+    module.
     """
     torch = _torch.loaded()
     if torch is None or not isinstance(module, torch.nn.Module):
         raise Invalid(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    storages: dict[int, tuple[str, Any]] = {}
-    for owner, key, name in _list(module, buffers=True):
-        local = _torch.local_part(owner[key])
-        if local.device.type == "cpu" and local.untyped_storage().nbytes() > 0:
-            storages.setdefault(local.untyped_storage().data_ptr(), (name, local.untyped_storage()))
-    for name, storage in storages.values():
-        if not hasattr(storage, "_swap_data_ptr_"):
-            raise Refused(f"torch {torch.__version__} can't move the memory of parameter '{name}' to another place")
-        shared = _memory.empty((storage.nbytes(),), "u8").torch().untyped_storage()
-        shared.copy_(storage)
-        storage._swap_data_ptr_(shared)
+    tensors = [_torch.local_part(owner[key]) for owner, key, _ in _list(module, buffers=True)]
+    for _, _, group in _fsdp_groups(module):  # what FSDP gathers from: the shards with their padding
+        tensors += [p._sharded_param_data for p in group.fsdp_params]
+    shared: dict[int, Any] = {}  # storages by the address of those that they replace
+    for tensor in {id(t): t for t in tensors}.values():
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cpu" or storage.nbytes() == 0:
+            continue
+        if storage.data_ptr() not in shared:
+            new = _memory.empty((storage.nbytes(),), "u8").torch().untyped_storage()
+            new.copy_(storage)
+            shared[storage.data_ptr()] = new
+            shared[new.data_ptr()] = new  # one that was moved already
+        moved = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = moved.set_(shared[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride())
     return module

@@ -106,6 +106,8 @@ def trainer(seat: jobs.Seat) -> list[str]:
 
 def send_versions(seat: jobs.Seat, bus: tb.Bus, pair: tb.Pair, kind: str, hidden: int) -> list[str]:
     model = shard(make_model(1, hidden), kind)
+    if kind in ("fsdp", "fsdp_tp", "offload"):
+        tb.share(model)  # training goes on in the memory that peers read
     # Plain tensors, beside DTensors, are replicated over the mesh that is given.
     everyone = DeviceMesh("cpu", list(range(seat.size)))
     batch = bus.batch(f"{kind} {hidden}")
@@ -117,6 +119,11 @@ def send_versions(seat: jobs.Seat, bus: tb.Bus, pair: tb.Pair, kind: str, hidden
             torch.save(expected, f"{seat.args['to']}/{kind}-{hidden}-{version}.pt")
         batch.send(timeout=60.0)
         train(model, kind)
+    if kind == "fsdp":
+        plain = make_model(1, hidden)
+        plain.load_state_dict(full(model), strict=False)
+        torch.testing.assert_close(model(torch.arange(10)[None]), plain(torch.arange(10)[None]))
+        model.reshard()
     if kind != "fsdp":
         return []
     said = refuse_unsharded(batch, model)
