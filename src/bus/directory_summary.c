@@ -49,9 +49,9 @@ static text unpack_difference(tb__unpack *u, text before, char **at, const char 
             same > nbytes - done || done + same > before.nbytes || differ > nbytes - done - same || same + differ == 0;
         if (u->failed)
             break;
-        if (same > 0)
+        if (same > 0 && before.data)
             memcpy(out + done, before.data + done, same);
-        if (differ > 0)
+        if (differ > 0 && data)
             memcpy(out + done + same, data, differ);
         done += same + differ;
     }
