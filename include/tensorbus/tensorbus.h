@@ -217,6 +217,10 @@ TB_API uint64_t tb_world_incarnation(const tb_world *world); /* how often this b
 /* Waits until every seat of the group is taken. A timeout of 0 is the world's; this holds below, too. */
 TB_API tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms);
 
+/* The groups on the bus, one to a line, by name: how many of its seats are taken, of how many, and its name, as in
+ * "1 2 trainer". To be freed by the caller with free(). TB_REFUSED by an agent. */
+TB_API tb_status tb_world_groups(tb_world *world, int timeout_ms, char **out);
+
 /* Of a `manual` world; other calls that wait make progress, too. */
 TB_API int tb_world_fd(const tb_world *world);
 TB_API tb_status tb_world_progress(tb_world *world);
@@ -809,9 +813,9 @@ TB_API tb_status tb_reshard_execute_plan(tb_copy *copy, const tb_reshard_plan *p
  * protocol. Transport, workers, host and plan_bytes are the agent's own: what the program says of them does not count.
  * A group that a program enters is entered by the agent, which stays in it.
  *
- * What an agent can't do is refused (TB_REFUSED): worlds that are `manual`, transforms, copy services. An agent and its
- * program are in step by messages: a `committing` function that has not returned by the transfer's deadline is not
- * waited for, and some calls of `progress` may be left out.
+ * What an agent can't do is refused (TB_REFUSED): worlds that are `manual`, tb_world_groups, transforms, copy services.
+ * An agent and its program are in step by messages: a `committing` function that has not returned by the transfer's
+ * deadline is not waited for, and some calls of `progress` may be left out.
  *
  * Tensors in memory of tb_alloc are used where they are, and so are those on a device whose memory the agent can map.
  * Other host memory is copied by the agent, which has to be allowed to read and write this process's memory; other

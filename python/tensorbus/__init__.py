@@ -8,7 +8,7 @@ docs/python.md is the tutorial, and tells every call.
 """
 
 from ._batch import Batch, BatchState
-from ._bus import Bus, join, join_async
+from ._bus import Bus, Group, join, join_async
 from ._c import lib as _lib
 from ._copy import CopyService, copy_service
 from ._errors import (
@@ -42,6 +42,7 @@ __all__ = [
     "CopyService",
     "Denied",
     "Error",
+    "Group",
     "InDoubt",
     "Invalid",
     "Layout",

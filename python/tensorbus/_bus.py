@@ -8,11 +8,11 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from ctypes import byref, c_char_p, c_int32
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _tensors, _values
 from ._batch import COMMITS, Batch
-from ._c import TB_MAX_RANKS, lib, tb_batch_opts, tb_pair_opts, tb_world_opts
+from ._c import TB_MAX_RANKS, lib, take_text, tb_batch_opts, tb_pair_opts, tb_world_opts
 from ._call import Call, awaiting, waiting
 from ._copy import CopyService
 from ._errors import Invalid
@@ -105,6 +105,13 @@ join = waiting("join", _joining)
 join_async = awaiting("join", _joining)
 
 
+class Group(NamedTuple):
+    """A group on the bus."""
+
+    present: int  # seats that are taken
+    size: int
+
+
 class Bus(Handle):
     """A process's seat on the bus; made by ``tb.join``. Closing it closes its batches and pairs first."""
 
@@ -125,7 +132,23 @@ class Bus(Handle):
         self._seats = {self.group: (self.index, self.size)}
         _live.add(self)
 
-    def groups(self) -> dict[str, tuple[int, int]]:
+    def groups(self, timeout: float | None = None) -> dict[str, Group]:
+        """The groups on the bus, by name: how many of their seats are taken, of how many. An agent does not tell.
+
+        >>> import tempfile, tensorbus as tb
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tb.join(f"unix:{folder}/bus", group="trainer", index=0, size=2) as bus:
+        ...         bus.groups()
+        {'trainer': Group(present=1, size=2)}
+        """
+        timeout_ms = _values.milliseconds("timeout", timeout)
+        with self._use() as world:
+            lines = take_text(lib.tb_world_groups, world, timeout_ms).splitlines()
+        found = (line.split(" ", 2) for line in lines)
+        return {name: Group(int(present), int(size)) for present, size, name in found}
+
+    @property
+    def seats(self) -> dict[str, tuple[int, int]]:
         """The groups that this process is in, each with its seat there: (index, size)."""
         return dict(self._seats)
 

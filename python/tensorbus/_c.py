@@ -311,6 +311,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_call_result": (tb_status, c_void_p, _OUT),
     "tb_call_destroy": (None, c_void_p),
     "tb_world_enter": (tb_status, c_void_p, c_char_p, c_int32, c_int32),
+    "tb_world_groups": (tb_status, c_void_p, c_int, _OUT),
     "tb_world_destroy": (None, c_void_p),
     "tb_world_seat": (None, c_void_p, POINTER(c_char_p), _I32, _I32),
     "tb_world_rank": (c_int32, c_void_p),

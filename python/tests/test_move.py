@@ -45,7 +45,10 @@ def trainer_and_engine(seat: Seat) -> list[int]:
                 assert np.array_equal(part, part_of(whole(version), layout, seat.index))
                 assert not batch.is_torn
                 seen.append(batch.version)
-        assert bus.groups() == {seat.group: (seat.index, seat.size)}
+        assert bus.seats == {seat.group: (seat.index, seat.size)}
+        assert bus.groups()[seat.group].size == seat.size
+        assert {"trainer", "engine"} == set(bus.groups())
+        seat.meet()
     return seen
 
 

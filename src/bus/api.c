@@ -90,6 +90,11 @@ tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
     return tb__ops_of(world)->world_wait(world, group, timeout_ms);
 }
 
+tb_status tb_world_groups(tb_world *world, int timeout_ms, char **out) {
+    TB_TRY(check_owner(world, "world"));
+    return tb__ops_of(world)->world_groups(world, timeout_ms, out);
+}
+
 int tb_world_fd(const tb_world *world) {
     return check_owner(world, "world") == TB_OK ? tb__ops_of(world)->world_fd(world) : -1;
 }

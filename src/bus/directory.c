@@ -336,6 +336,12 @@ tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline
     }
 }
 
+void tb__directory_list_groups(tb__directory *directory, tb__text *out) {
+    pthread_mutex_lock(&directory->lock);
+    tb__directory_view_list_groups(directory->view, out);
+    pthread_mutex_unlock(&directory->lock);
+}
+
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes) {
     pthread_mutex_lock(&directory->lock);
     int32_t count = tb__directory_view_count_contacts(directory->view, prefix, nbytes);

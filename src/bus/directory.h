@@ -15,6 +15,7 @@
 #define TB_BUS_DIRECTORY_H
 
 #include "base/error.h"
+#include "base/text.h"
 
 typedef struct tb__directory tb__directory;
 
@@ -93,13 +94,17 @@ void tb__roster_fini(tb__roster *roster);
 tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline_ms,
                                       tb_status (*check)(const void *contact, size_t nbytes, const char *label));
 
+/* "1 2 trainer" and a newline for each group: the seats that are taken, all seats, and the name. */
+void tb__directory_list_groups(tb__directory *directory, tb__text *out);
+
 /* The number of distinct ranks whose contact begins with these bytes. */
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes);
 
 /* Publishes a note about `topic` for one of this process's seats, in place of an earlier one. Others see it until it is
  * withdrawn or this process is gone; this process sees it when the call returns. But if only hints are followed, and
  * the group's first rank has no note about the topic, or one that `is_lead` accepts, it sees all notes when that one
- * hints at a change. TB_TOO_BIG also if all contacts and notes on the bus together come close to 16 MiB. If the call fails, a note that was new is deleted in the background.
+ * hints at a change. TB_TOO_BIG also if all contacts and notes on the bus together come close to 16 MiB. If the call
+ * fails, a note that was new is deleted in the background.
  *
  * Withdrawing while the store is lost does not wait: the note is not written again. If the store does not answer within
  * the timeout, the call fails with TB_TIMEOUT, and the note is deleted in the background when the store answers. Until

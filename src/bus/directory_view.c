@@ -160,6 +160,15 @@ static void find_group_seats(const tb__directory_view *view, const char *group, 
     *last = i;
 }
 
+void tb__directory_view_list_groups(const tb__directory_view *view, tb__text *out) {
+    size_t first, last;
+    for (size_t i = 0; i < view->seats.count; i = last) {
+        find_group_seats(view, view->seats.item[i].group, &first, &last);
+        tb__text_add(out, "%zu %" PRId32 " %s\n", last - first, view->seats.item[i].seat.size,
+                     view->seats.item[i].group);
+    }
+}
+
 tb_status tb__directory_view_roster(const tb__directory_view *view, const char *group, tb__roster *out) {
     size_t first, last, nbytes = 0;
     find_group_seats(view, group, &first, &last);

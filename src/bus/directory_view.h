@@ -23,6 +23,7 @@ tb_status tb__directory_view_roster(const tb__directory_view *view, const char *
 tb_status tb__directory_view_notes(const tb__directory_view *view, const char *topic, tb__notes *out);
 tb_status tb__directory_view_check_members(const tb__directory_view *view,
                                            tb_status (*check)(const void *contact, size_t nbytes, const char *label));
+void tb__directory_view_list_groups(const tb__directory_view *view, tb__text *out);
 int32_t tb__directory_view_count_contacts(const tb__directory_view *view, const void *prefix, size_t nbytes);
 
 #endif

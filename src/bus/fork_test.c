@@ -68,6 +68,7 @@ static void use_world(const inherited *o) {
     uint64_t hits = 1, misses = 1;
     refused(tb_world_enter(o->world, "c", 0, 1), "world");
     refused(tb_world_wait(o->world, "a", 0), "world");
+    refused(tb_world_groups(o->world, 0, &(char *){NULL}), "world");
     refused(tb_world_progress(o->world), "world");
     refused(tb_world_invalidate(o->world, o->w->data, 64), "world");
     refused(tb_pair_create(o->world, "q", "b", "mesh=1 place=R", NULL, &pair), "world");

@@ -22,6 +22,7 @@
     OP(int32_t, world_rank, (const tb_world *world))                                                                   \
     OP(uint64_t, world_incarnation, (const tb_world *world))                                                           \
     OP(tb_status, world_wait, (tb_world * world, const char *group, int timeout_ms))                                   \
+    OP(tb_status, world_groups, (tb_world * world, int timeout_ms, char **out))                                        \
     OP(int, world_fd, (const tb_world *world))                                                                         \
     OP(tb_status, world_progress, (tb_world * world))                                                                  \
     OP(tb_status, world_invalidate, (tb_world * world, const void *base, size_t nbytes))                               \

@@ -327,3 +327,10 @@ tb_status tb__local_world_wait(tb_world *world, const char *group, int timeout_m
     tb__roster_fini(&roster);
     return status;
 }
+
+tb_status tb__local_world_groups(tb_world *world, int timeout_ms, char **out) {
+    tb__text text = {0};
+    TB_TRY(tb__directory_follow_all(world->directory, tb__ms_until(tb__world_deadline(world, timeout_ms))));
+    tb__directory_list_groups(world->directory, &text);
+    return tb__text_take(&text, out);
+}

@@ -36,6 +36,10 @@ static void test_seats(void **state) {
     check_fails(tb_world_enter(b, "both", 1, 2), TB_CONFLICT, "");
     check_ok(tb_world_enter(b, "both", 0, 2));
     check_ok(tb_world_wait(a, "both", 0));
+    char *groups = NULL;
+    check_ok(tb_world_groups(a, 0, &groups));
+    check(strstr(groups, "2 2 both\n"));
+    free(groups);
     check_ok(tb_world_wait(b, "a", 0));
     assert_null(c);
     int32_t number = tb_world_rank(b);

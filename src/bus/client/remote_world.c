@@ -183,6 +183,11 @@ tb_status tb__remote_world_wait(tb_world *world, const char *group, int timeout_
     return call(w, &m, tb__remote_timeout(w, timeout_ms), "seen all of the group", NULL);
 }
 
+tb_status tb__remote_world_groups(tb_world *world, int timeout_ms, char **out) {
+    (void)world, (void)timeout_ms, (void)out;
+    return tb__fail(TB_REFUSED, "an agent does not tell which groups are on the bus");
+}
+
 int tb__remote_world_fd(const tb_world *world) {
     (void)world;
     return -1; /* it is not manual */
