@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +105,16 @@ class Watch:
         assert view is not None  # parameters are tensors
         is_dtensor = _torch.is_dtensor(tensor)
         layout = view.layout if is_dtensor else self._plain_layout
-        view = dataclasses.replace(view, layout=layout, look_again=None)  # this looks at it
+        view = _tensors.View(  # without look_again: this looks at it
+            view.address,
+            view.dtype,
+            view.shape,
+            view.strides,
+            view.device,
+            view.keepalive,
+            global_shape=view.global_shape,
+            layout=layout,
+        )
         local = _torch.local_part(tensor)
         storage = local.untyped_storage()
         return _Place(
