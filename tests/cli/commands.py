@@ -8,6 +8,8 @@ import array
 import json
 import os
 import sys
+import tempfile
+import time
 
 from raw import Connection, bad, check, good, memory, pack, start
 
@@ -209,6 +211,39 @@ def questions(clients):
         good(client.call({"type": "CleanupBatch", "batch_id": "b"}))
 
 
+def together(clients):
+    """whole_group, into files that agents write after the transfer: a receive ends when all of its group have ended."""
+    pending, files = [], {}
+    for (group, seat), client in clients.items():
+        file = files[group, seat] = tempfile.TemporaryFile(dir="/dev/shm")
+        file.write(values(1, seat, 6) if group == "trainer" else b"\xa5" * 24)
+        file.flush()
+        tensors = [["own", payload("w", [2, 3], 0, 24)]]
+        pending.append((client, client.send({"type": "RegisterTensors", "batch_id": "b", "tensors": tensors}, [file.fileno()])))
+    for client, seq in pending:
+        good(client.reply(seq))
+    transfer = {"type": "Transfer", "batch_id": "b", "whole_group": True}
+    first, second = (clients["inference", seat] for seat in range(SIZE))
+    pending = [(clients["trainer", seat], clients["trainer", seat].send({**transfer, "transfer_type": "send"})) for seat in range(SIZE)]
+    pending.append((first, first.send({**transfer, "transfer_type": "recv"})))
+    until = time.monotonic() + 20
+    while os.pread(files["inference", 0].fileno(), 24, 0) != values(1, 0, 6):
+        check(time.monotonic() < until, "inference 0 has not its part")
+    query = {"type": "QueryStatus", "batch_id": "b", "state_name": "progress"}
+    time.sleep(0.1)
+    for key, other in clients.items():
+        state = good(other.call(query))["state"]
+        wanted = "idle" if other is second else "sending" if key[0] == "trainer" else "receiving"
+        check(state == wanted, f"{key} is {state} before inference 1 has received")
+    pending.append((second, second.send({**transfer, "transfer_type": "recv"})))
+    for client, seq in pending:
+        check(good(client.reply(seq))["version"] == 1, "another version")
+    for seat in range(SIZE):
+        check(os.pread(files["inference", seat].fileno(), 24, 0) == values(1, seat, 6), f"inference {seat} has not version 1")
+    for client in clients.values():
+        good(client.call({"type": "CleanupBatch", "batch_id": "b"}))
+
+
 def refusals(clients):
     client = clients["trainer", 0]
     pair = {"type": "InitPair", "pair_name": "q", "local_name": "trainer", "expected_world_size": SIZE, "remote_name": "inference"}
@@ -234,6 +269,7 @@ try:
         own_parts(frames, clients, is_short)
         layouts(frames, clients, is_short)
     questions(clients)
+    together(clients)
     refusals(clients)
     frames.finish()
 finally:
