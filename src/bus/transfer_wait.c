@@ -185,12 +185,13 @@ tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
     return status;
 }
 
+/* All legs have ended, and the transfer's status says how. */
 static bool has_moved(void *arg) {
     const tb_transfer *t = ((const waiting *)arg)->t;
-    bool has_all = true;
+    size_t nlegs = 0;
     for (size_t i = 0; i < t->nparts; i++)
-        has_all &= !t->parts[i].flow || tb__leg_has_ended(tb__transfer_leg(t, i));
-    return has_all || t->has_ended;
+        nlegs += t->parts[i].flow != NULL;
+    return t->nended == nlegs || t->has_ended;
 }
 
 tb_status tb__transfer_wait_moved(tb_transfer *t) {

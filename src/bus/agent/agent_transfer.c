@@ -177,23 +177,23 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
     return TB_OK;
 }
 
-/* Writes the client's memory, and keeps the sentence of a failure. */
-static tb_status deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_status status, char why[TB__WHY_MAX]) {
-    tb_status delivered = tb__agent_record_end(b, t, is_send, status, why);
-    if (delivered != TB_OK)
-        snprintf(why, TB__WHY_MAX, "%s", tb_error_detail());
-    else
-        atomic_store(&b->is_delivered, !is_send);
-    return delivered;
+/* Records the end, and writes the client's memory. A failure to do so counts if there was none before. */
+static void deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_status *status, char why[TB__WHY_MAX]) {
+    tb_status delivered = tb__agent_record_end(b, t, is_send, *status, why);
+    if (delivered == TB_OK && !is_send)
+        atomic_store(&b->is_delivered, true);
+    if (delivered == TB_OK || *status != TB_OK)
+        return;
+    *status = delivered;
+    snprintf(why, TB__WHY_MAX, "%s", tb_error_detail());
 }
 
-/* With whole_group, other ranks wait until the client's memory is written. */
-static tb_status deliver_before_end(agent_job *job, tb_transfer *t, char why[TB__WHY_MAX]) {
-    tb_status status = deliver(job->batch, t, false, TB_OK, why);
-    if (status == TB_OK && job->message.events)
+/* With whole_group, the other ranks wait until the client's memory is written. */
+static void deliver_before_end(agent_job *job, tb_transfer *t, tb_status *status, char why[TB__WHY_MAX]) {
+    deliver(job->batch, t, false, status, why);
+    if (*status == TB_OK && job->message.events)
         raise_event_of(job, t, TB_ARRIVED);
-    tb__transfer_delivered(t, status, why);
-    return status;
+    tb__transfer_delivered(t, *status, why);
 }
 
 static tb_status run_transfer(agent_job *job) {
@@ -214,29 +214,21 @@ static tb_status run_transfer(agent_job *job) {
         tb__transfer_take_groups(t);
     if (status == TB_OK)
         status = raise_transfer_events(job, t, is_send);
-    bool is_whole = job->message.whole_group && !is_send && tb__agent_has_mirrors(b), is_delivered = false;
     char why[TB__WHY_MAX] = "";
+    bool is_whole = job->message.whole_group && !is_send && tb__agent_has_mirrors(b);
     if (status == TB_OK && is_whole)
         status = tb__transfer_wait_moved(t);
-    if (status == TB_OK && is_whole) {
-        is_delivered = true;
-        status = deliver_before_end(job, t, why);
-    }
+    bool is_delivered = status == TB_OK && is_whole;
+    if (is_delivered)
+        deliver_before_end(job, t, &status, why);
     if (status == TB_OK)
         status = tb__transfer_wait_any(t, TB_COMMITTED);
     if (status != TB_OK && !*why)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    if (is_delivered) {
+    if (is_delivered)
         tb__agent_update_version(b);
-    } else {
-        char undelivered[TB__WHY_MAX];
-        memcpy(undelivered, why, sizeof why);
-        tb_status delivered = deliver(b, t, is_send, status, undelivered);
-        if (status == TB_OK && delivered != TB_OK) {
-            status = delivered;
-            memcpy(why, undelivered, sizeof why);
-        }
-    }
+    else
+        deliver(b, t, is_send, &status, why);
     if (t)
         tb_transfer_query(t, &state);
     state.events = seen_by_client(b, is_send, &state);
