@@ -38,7 +38,8 @@ typedef struct etcd_lease {
     bool is_ending;
 } etcd_lease;
 
-static LIST_HEAD(, etcd_lease) leases = LIST_HEAD_INITIALIZER(leases);
+LIST_HEAD(lease_list, etcd_lease);
+static struct lease_list leases;
 static pthread_mutex_t leases_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t leases_changed;
 static pthread_once_t leases_once = PTHREAD_ONCE_INIT;
