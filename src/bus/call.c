@@ -22,7 +22,7 @@ struct tb_call {
     tb_status status;
     tb__saved_detail why;
     tb_status (*run)(tb_call *call); /* sets `made` */
-    void (*drop)(tb_call *call);     /* destroys `made` */
+    void (*drop)(tb_call *call);     /* destroys `made`; NULL: nothing is made */
     void *made;
     tb__arena arena;        /* of what follows */
     tb__bus_object *object; /* the world or batch, whose waits can be woken; NULL: there is none yet */
@@ -34,7 +34,7 @@ struct tb_call {
 };
 
 static void free_call(tb_call *call) {
-    if (call->made)
+    if (call->made && call->drop)
         call->drop(call);
     tb__fd_close(call->event);
     tb__arena_fini(&call->arena);
