@@ -452,7 +452,8 @@ static outgoing *new_outgoing(tb__peer *peer, uint32_t port, tb__pack *message) 
     out->frame[1] = (tb_piece){out->message.data, nbytes};
     for (size_t i = 0; i < nparts; i++) {
         size_t at = i ? (i - 1) * TB_SHORT_MAX : 0, left = nbytes - at;
-        out->parts[i].piece = (tb_piece){out->message.data + at, left < TB_SHORT_MAX ? left : TB_SHORT_MAX};
+        unsigned char *from = at ? out->message.data + at : out->message.data; /* an empty message has no data */
+        out->parts[i].piece = (tb_piece){from, left < TB_SHORT_MAX ? left : TB_SHORT_MAX};
         out->parts[i].op = (tb_op){.kind = TB_OP_SEND,
                                    .peer = peer->transport_rank,
                                    .tag = TB__TAG_MESSAGE,
