@@ -32,7 +32,7 @@ static void move(bool sends, const char *url, int count, double *seconds) {
     check(tb_batch_add(batch, pair, "w", &tensor), "add");
     check(tb_batch_register(batch, 0), "register");
     for (int i = 0; i < count; i++) {
-        tb_transfer *transfer;
+        tb_transfer *transfer = NULL;
         double start = now();
         check((sends ? tb_send : tb_recv)(batch, NULL, &transfer), "begin");
         check(tb_wait(transfer, TB_COMMITTED, -1), "wait");
