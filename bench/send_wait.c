@@ -60,10 +60,11 @@ int main(int argc, char **argv) {
     move(child != 0, url, count, child ? seconds : NULL);
     if (child == 0)
         exit(0);
-    if (waitpid(child, &status, 0) != child || status != 0)
-        return 1;
-    double middle = 1e6 * median(seconds, (size_t)count);
-    printf("us %.1f %.1f %.1f\n", middle, 1e6 * seconds[count / 4], 1e6 * seconds[3 * count / 4]);
+    bool is_good = waitpid(child, &status, 0) == child && status == 0;
+    if (is_good) {
+        double middle = 1e6 * median(seconds, (size_t)count);
+        printf("us %.1f %.1f %.1f\n", middle, 1e6 * seconds[count / 4], 1e6 * seconds[3 * count / 4]);
+    }
     free(seconds);
-    return 0;
+    return !is_good;
 }

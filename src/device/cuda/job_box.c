@@ -409,7 +409,7 @@ static tb_status add_numbers(tb__job *job, uint32_t gpu, const nest *n) {
 
 /* One half after the other: along the longest dimension, at an even index. */
 static tb_status add_halves(tb__job *job, uint32_t gpu, const tb__move *move, const void *const *src) {
-    const void *few[FEW_SOURCES], **moved = few;
+    const void *few[FEW_SOURCES] = {0}, **moved = few;
     int longest = 0;
     for (int d = 1; d < move->ndim; d++)
         longest = move->len[d] > move->len[longest] ? d : longest;
