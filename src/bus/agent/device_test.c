@@ -54,10 +54,19 @@ static void check_dump(const rank *r, const client_setup *s, const plan *p) {
     }
 }
 
+/* Others would be told that this rank has the version before its program has copied it. */
+static void check_whole_group(const client_setup *s, const plan *p) {
+    tb_transfer_opts opts = {.size = sizeof opts, .whole_group = true};
+    tb_transfer *t = NULL;
+    if (p->is_private || p->house.no_gpu)
+        check_fails(tb_recv(s->batch->batch, &opts, &t), TB_REFUSED, "it can't be received with whole_group");
+}
+
 static void exchange_versions(rank *r) {
     const plan *p = (const plan *)r->scene;
     client_setup s;
     move_in_on_device(r, &s, p);
+    check_whole_group(&s, p);
     for (uint32_t version = 1; version <= 4; version++)
         client_exchange(r, &s, version % 2 ? "a" : "b", version);
     check_dump(r, &s, p);

@@ -89,6 +89,11 @@ tb_status tb__remote_deliver(remote_transfer *t) {
 static tb_status check_begin(const remote_batch *b, bool is_send, const tb_transfer_opts *o) {
     if (o->hold && (is_send || b->opts.commit != TB_SHADOW))
         return tb__fail(TB_INVALID, "hold is for receiving with TB_SHADOW");
+    if (o->whole_group && !is_send && b->copies.count > 0)
+        return tb__fail(TB_REFUSED,
+                        "batch '%s' has device memory that the program itself copies, after the agent has ended the "
+                        "transfer, so it can't be received with whole_group",
+                        b->name);
     if (b->transfers[is_send])
         return tb__fail(TB_REFUSED, "batch '%s' is already being %s; destroy that transfer first", b->name,
                         is_send ? "sent" : "received");
