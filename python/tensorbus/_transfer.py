@@ -185,7 +185,9 @@ class Transfer(Handle):
         if self.is_closed or self._is_inherited:
             self._batch._transfers.pop(self.is_send, None)
             return
-        if self._is_committed:
+        with self._use() as transfer:
+            is_committed = self._is_committed or _look(transfer, tb_event.TB_COMMITTED, 0) == tb_status.TB_OK
+        if is_committed:
             self.close()
             return
         state = self.state()
