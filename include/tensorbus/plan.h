@@ -228,7 +228,9 @@ typedef struct tb_tensor_spec {
     bool coded; /* its bytes on the wire are made and read by other means than a cast. A box of `len` has so many: */
     int64_t (*coded_nbytes)(const void *arg, int ndim, const int64_t *len); /* NULL: as many as in the wire dtype */
     const void *coded_arg;
-    bool whole; /* of a coded tensor: its chunks are never cut, and each has a bucket of its own */
+    bool whole;           /* of a coded tensor: its chunks are never cut, and each has a bucket of its own */
+    uint64_t memory_kind; /* tensors with different numbers are never in one bucket: their memory may have to be reached
+                             in different ways. Any number, the same on all ranks */
 } tb_tensor_spec;
 
 /* One box and what this rank does with it. Pure data. */
@@ -256,8 +258,9 @@ typedef struct tb_chunk {
     tb_dtype src_dtype; /* the source's. Contributions travel in it; they are combined before the cast, 8- and 16-bit
                          * floats in f32, and rounded once */
     tb_dtype wire_dtype;
-    int64_t nbytes; /* on the wire */
-    bool is_whole;  /* see tb_tensor_spec */
+    int64_t nbytes;       /* on the wire */
+    bool is_whole;        /* see tb_tensor_spec */
+    uint64_t memory_kind; /* see tb_tensor_spec */
 } tb_chunk;
 
 /* A chunk's place in a bucket's buffer. */
@@ -275,7 +278,7 @@ typedef struct tb_bucket {
 } tb_bucket;
 
 /* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
- * first chunk says: mode, source, targets, contributors and how they are combined. */
+ * first chunk says: mode, source, targets, contributors, how they are combined, and the kind of memory. */
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;

@@ -21,6 +21,7 @@ typedef struct tb__tensor_description {
     const char *encode, *scale_group; /* NULL: none */
     tb__encoding encoding;            /* what `encode` says */
     bool is_transformed, is_whole;
+    uint32_t memory; /* ranks number the kinds of memory that their tensors are in, from 0 on */
 } tb__tensor_description;
 
 /* The tensors that a rank has added for a side. Ranks with equal lists share one. */
@@ -47,6 +48,7 @@ typedef struct tb__side_tensor {
     const tb__tensor_description *desc;
     const tb__added_tensor *mine; /* NULL: this process has not added it */
     const tb_layout *layout;      /* in bus ranks */
+    uint64_t memory_kind;         /* equal for tensors that every rank of the side has in one kind of memory */
 } tb__side_tensor;
 
 /* What the manifest of a seat says. */

@@ -196,6 +196,8 @@ static tb_status make_tensor(const tb__side_tensor *from, const tb__side_tensor 
                                       .dst_dtype = to->desc->dtype,
                                       .wire_dtype = from->desc->wire_dtype,
                                       .group = to->desc->group}};
+    if (from->memory_kind || to->memory_kind)
+        out->spec.memory_kind = tb__hash(tb__hash(1, from->memory_kind), to->memory_kind);
     if (to->mine) {
         out->padding = to->mine->padding;
         out->npadding = to->mine->npadding;

@@ -241,18 +241,18 @@ static void send_versions(member *m, tb_batch *batch, bool sends, bool receives)
     }
 }
 
-/* What the tool says of the batch of this member's agent. */
-static void check_tool(const member *m, const char *command) {
+/* What the tool says of the batch of this member's agent, or of a tensor in it; `command` ends where its socket is. */
+static void check_tool(const member *m, const char *command, const char *name) {
     char line[1024], call[400];
     bool has_no_gpu = getenv("TB_NO_GPU") || getenv("TB_SEEN_BY_0"), is_said = false; /* of the agent */
     snprintf(line, sizeof line, "cuda:%d%s", gpu_of(m, m->position == 0), has_no_gpu ? " (copied by the client)" : "");
     char *wanted = strdup(line);
-    snprintf(call, sizeof call, "%s %s --socket %s/%s", getenv("TENSORBUS"), command, getenv("TB_AGENTS"),
+    snprintf(call, sizeof call, "%s %s%s/%s", getenv("TENSORBUS"), command, getenv("TB_AGENTS"),
              m->position == 0 ? "a" : "b");
     FILE *said = popen(call, "r");
     assert_non_null(said);
     while (fgets(line, sizeof line, said))
-        is_said |= strstr(line, "step") && strstr(line, wanted);
+        is_said |= strstr(line, name) && strstr(line, wanted);
     assert_int_equal(pclose(said), 0);
     if (!is_said)
         fail_msg("%s does not say %s", call, wanted);
@@ -271,8 +271,9 @@ static void play_pair(member *m, bool has_agent) {
     if (!has_agent) {
         check_dump(m, batch, sends);
     } else {
-        check_tool(m, "status");
-        check_tool(m, "top --once");
+        check_tool(m, "status --socket ", "step");
+        check_tool(m, "top --once --socket ", "step");
+        check_tool(m, "inspect agent:", "legacy");
     }
     meet(m);
     tb_batch_destroy(batch);

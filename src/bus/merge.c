@@ -188,6 +188,9 @@ static tb_status merge_entries(side_merge *j, const entry *entries, size_t count
             if (next > i)
                 TB_TRY(check_descriptions_equal(j, &entries[i], &entries[next]));
             j->listed[entries[next].list] = number;
+            if (entries[next].desc->memory) /* 0 is also what ranks without the tensor would have */
+                held.memory_kind =
+                    tb__hash(tb__hash(held.memory_kind, entries[next].list + 1), entries[next].desc->memory);
             if (j->lists[entries[next].list] == own)
                 held.mine = s->own.item[entries[next].at];
         }

@@ -50,6 +50,7 @@ static tb_status pack_spec(tb__pack *key, packed_layouts *known, const tb_tensor
     tb__pack_i64(key, spec->band);
     tb__pack_u32(key, spec->coded);
     tb__pack_u32(key, spec->whole);
+    tb__pack_u64(key, spec->memory_kind);
     tb__pack_u64(key, (uint64_t)(uintptr_t)spec->coded_nbytes);
     TB_TRY(pack_layout(key, known, spec->src));
     return pack_layout(key, known, spec->dst);

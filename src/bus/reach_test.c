@@ -1,13 +1,13 @@
 /* How a tensor is reached is decided per tensor: one rank has tensors that others can map, in host memory and on a
- * device, one that they can only read by calls, and some that have to be staged. The dump says which, and why. */
+ * device, one that they can only read by calls, and some that have to be staged, each in a bucket of its own or all
+ * small enough for one. The dump says which, and why. */
 #define TB_SLOW_DEVICE
 #include "bus/bus_test.h"
 
 enum { SIDE = 64 };
 
-/* All go from one rank to the same two ranks, each in a bucket of its own. */
+/* All go from one rank to the same two ranks. */
 static const char from[] = "mesh=1 place=Replicate", to[] = "mesh=2 place=Shard(0)";
-enum { BUCKET = SIDE * SIDE / 2 * sizeof(uint32_t) };
 
 typedef enum home { SHARED, PRIVATE, DEVICE, UNSHAREABLE } home;
 
@@ -22,6 +22,7 @@ typedef struct kind {
 typedef struct kinds {
     const kind *item;
     int count;
+    int64_t bucket_size; /* 0: all would fit into one */
 } kinds;
 
 enum { MAX_KINDS = 8 };
@@ -40,8 +41,8 @@ static home home_of(const rank *r, const kind *k) {
     return is_a(r) ? k->at_sender : k->at_receiver;
 }
 
-static void init_tensor(const rank *r, const kind *k, part *p) {
-    part_init(p, is_a(r) ? from : to, r->index, SIDE, SIDE);
+static void init_tensor_in(const rank *r, const char *layout, const kind *k, part *p) {
+    part_init(p, layout, r->index, SIDE, SIDE);
     tensor_free(p->data);
     p->data = allocate(home_of(r, k), p->count * sizeof *p->data);
 }
@@ -108,11 +109,11 @@ static void send_kinds(rank *r, const kinds *all) {
     part parts[MAX_KINDS];
     tb_pair *pair;
     tb_batch *batch;
-    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = BUCKET};
+    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = all->bucket_size};
     check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? from : to, NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", &opts, &batch));
     for (int i = 0; i < all->count; i++) {
-        init_tensor(r, &all->item[i], &parts[i]);
+        init_tensor_in(r, is_a(r) ? from : to, &all->item[i], &parts[i]);
         tb_tensor t = part_tensor(&parts[i]);
         check_ok(tb_batch_add(batch, pair, all->item[i].name, &t));
     }
@@ -131,12 +132,14 @@ static void send_all_kinds(rank *r) {
 }
 
 static void run_kinds(const kind *item, int count) {
-    scene s;
-    kinds all = {item, count};
-    scene_init(&s);
-    s.transport = "shm";
-    run_ranks_in(&s, send_all_kinds, 1, 2, &all);
-    check(slow_device_count_mappings() == 0);
+    for (int64_t bucket_size = 0; bucket_size < 2; bucket_size++) {
+        scene s;
+        kinds all = {item, count, bucket_size};
+        scene_init(&s);
+        s.transport = "shm";
+        run_ranks_in(&s, send_all_kinds, 1, 2, &all);
+        check(slow_device_count_mappings() == 0);
+    }
 }
 
 static void test_each_tensor_for_itself(void **state) {
@@ -163,42 +166,81 @@ static void test_device_that_is_not_used(void **state) {
     run_kinds(all, sizeof all / sizeof *all);
 }
 
-/* Small tensors share a bucket, which is staged as a whole: the reason names the tensor that it is of. */
-static void send_in_one_bucket(rank *r) {
-    static const kind all[] = {{.name = "good", .at_sender = DEVICE, .at_receiver = DEVICE},
-                               {.name = "bad", .at_sender = UNSHAREABLE, .at_receiver = DEVICE}};
-    part parts[2];
+/* ---- One bucket -------------------------------------------------------------------------------------------------- */
+
+enum { NMANY = 40, BAD = 17 };
+
+typedef struct many {
+    const char *from, *to;
+    int nsenders, nreceivers;
+    home bad_at_sender, bad_at_receiver;
+} many;
+
+/* Sum of the bytes of all pieces that are staged, or of all; each line has "..., MODE N bytes, id ...". */
+static size_t count_bytes(const char *dump, bool is_staged_only) {
+    size_t nbytes = 0;
+    for (const char *line = strchr(dump, '\n'); line && line[1]; line = strchr(line + 1, '\n')) {
+        const char *staged = strstr(line, "staged ("), *end = strstr(line + 1, "\n"), *id = strstr(line, " bytes, id ");
+        check(end && id && id < end);
+        while (id[-1] != ' ')
+            id--;
+        if (!is_staged_only || (staged && staged < end))
+            nbytes += strtoul(id, NULL, 10);
+    }
+    return nbytes;
+}
+
+/* All of them would fit into one bucket, and one is in other memory: none of the others is staged with it. */
+static void send_many(rank *r) {
+    const many *m = r->scene->shared;
+    static const kind good = {.at_sender = DEVICE, .at_receiver = DEVICE};
+    const kind bad = {.at_sender = m->bad_at_sender, .at_receiver = m->bad_at_receiver};
+    part parts[NMANY];
+    size_t nbytes = 0;
     tb_pair *pair;
     tb_batch *batch;
-    char *dump;
-    check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? from : to, NULL, &pair));
+    char *dump, name[40];
+    check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? m->from : m->to, NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
-    for (int i = 0; i < 2; i++) {
-        init_tensor(r, &all[i], &parts[i]);
+    for (int i = 0; i < NMANY; i++) {
+        snprintf(name, sizeof name, "t%02d", i);
+        init_tensor_in(r, is_a(r) ? m->from : m->to, i == BAD ? &bad : &good, &parts[i]);
         tb_tensor t = part_tensor(&parts[i]);
-        check_ok(tb_batch_add(batch, pair, all[i].name, &t));
+        check_ok(tb_batch_add(batch, pair, name, &t));
     }
-    send_once(r, batch, parts, 2, 1);
+    for (uint32_t version = 1; version <= 3; version++)
+        send_once(r, batch, parts, NMANY, version);
     check_ok(tb_batch_dump(batch, is_a(r), &dump));
-    for (int i = 0; i < 2; i++) {
-        char name[40];
-        snprintf(name, sizeof name, "  %s [", all[i].name);
-        const char *line = strstr(dump, name), *end = line ? strchr(line, '\n') : NULL;
-        const char *why = line ? strstr(line, "staged (tensor 'bad' is in its bucket: rank ") : NULL;
-        if (!end || !why || why > end)
-            fails(__FILE__, __LINE__, all[i].name, dump);
+    snprintf(name, sizeof name, "  t%02d [", BAD);
+    for (const char *line = dump; (line = strstr(line, name)); line++) {
+        const char *end = strchr(line, '\n'), *staged = strstr(line, ", staged (rank ");
+        if (!end || !staged || staged > end || strstr(dump, "is in its bucket"))
+            fails(__FILE__, __LINE__, name, dump);
     }
+    nbytes = count_bytes(dump, false);
+    if (nbytes == 0 || count_bytes(dump, true) != nbytes / NMANY)
+        fails(__FILE__, __LINE__, "not one tensor is staged", dump);
     free(dump);
     meet(r);
     tb_batch_destroy(batch);
     tb_pair_destroy(pair);
-    for (int i = 0; i < 2; i++)
-        fini_tensor(r, &all[i], &parts[i]);
+    for (int i = 0; i < NMANY; i++)
+        fini_tensor(r, i == BAD ? &bad : &good, &parts[i]);
 }
 
 static void test_one_bucket(void **state) {
     (void)state;
-    run_ranks(send_in_one_bucket, 1, 2, NULL);
+    static const many all[] = {
+        {"mesh=1 place=R", "mesh=2 place=S0", 1, 2, UNSHAREABLE, DEVICE},
+        {"mesh=1 place=R", "mesh=2 place=R", 1, 2, UNSHAREABLE, DEVICE},             /* a broadcast */
+        {"mesh=2 place=Partial(max)", "mesh=2 place=S0", 2, 2, UNSHAREABLE, DEVICE}, /* combined */
+        {"mesh=2 place=S0", "mesh=2 place=S1", 2, 2, PRIVATE, DEVICE},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        many m = all[i];
+        run_ranks(send_many, m.nsenders, m.nreceivers, &m);
+        check(slow_device_count_mappings() == 0);
+    }
 }
 
 /* What could not be mapped, or not be shared, is tried again when the batch is made again. */
@@ -228,7 +270,7 @@ static void fail_calls(rank *r) {
         check_ok(tb_batch_create(r->world, name, NULL, &batches[i]));
         check_ok(tb_batch_add(batches[i], pair, "w", &t));
         send_once(r, batches[i], &w, 1, (uint32_t)i + 1);
-        check_dump(r, batches[i], &(kinds){&faults[i].kind, 1});
+        check_dump(r, batches[i], &(kinds){&faults[i].kind, 1, 0});
         meet(r);
     }
     for (int i = 0; i < 3; i++)

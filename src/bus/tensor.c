@@ -39,10 +39,14 @@ static tb_status find_device(tb__added_tensor *t, const tb_tensor *given, const 
     tb__memory memory;
     tb__device *device = tb__loop_find_memory(world->loop, address, nbytes, &memory);
     if (device->ops == &tb__host_device_ops) { /* or it is not all in one memory */
+        bool is_shareable = memory.is_shareable;
         device = tb__loop_find_memory(world->loop, address, 1, &memory);
+        memory.is_shareable = is_shareable && device->ops == &tb__host_device_ops;
         TB_TRY(device->ops == &tb__host_device_ops ? tb__memory_check_mapped(address, nbytes)
                                                    : tb__device_check_extent(device, address, nbytes));
     }
+    if (!t->memory_kind) /* the data comes before scales */
+        t->memory_kind = tb__device_memory_kind(device, &memory);
     if (device->ops == &tb__host_device_ops) {
         t->is_on_host = true;
     } else {

@@ -4,8 +4,23 @@
 
 #include <string.h>
 
+typedef TB_VEC(uint64_t) memory_kinds;
+
+/* The number of the tensor's kind of memory among those of the tensors before it. Ranks of which each has all of its
+ * tensors on a GPU have the same list, whichever GPU that is. */
+static uint32_t number_memory(tb__pack *pack, memory_kinds *kinds, const tb__added_tensor *t) {
+    uint32_t i = 0;
+    if (t->memory_kind == 0) /* it has none */
+        return 0;
+    while (i < kinds->count && kinds->item[i] != t->memory_kind)
+        i++;
+    pack->failed |= i == kinds->count && !tb__vec_push(kinds, t->memory_kind);
+    return i;
+}
+
 void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added_tensor *const *tensors,
                           size_t ntensors) {
+    memory_kinds kinds = {0};
     tb__pack_u32(pack, batch->opts.commit);
     tb__pack_u32(pack, batch->opts.checksum);
     tb__pack_raw(pack, batch->matching.data, batch->matching.count);
@@ -23,7 +38,9 @@ void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added
         tb__pack_string(pack, t->encode ? t->encode : "");
         tb__pack_string(pack, t->scale_group ? t->scale_group : "");
         tb__pack_u32(pack, (uint32_t)t->is_transformed | (uint32_t)t->is_whole << 1);
+        tb__pack_u32(pack, number_memory(pack, &kinds, t));
     }
+    free(kinds.item);
 }
 
 void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts) {
@@ -76,12 +93,13 @@ static void unpack_tensor(tb__unpack *u, tb__tensor_description *t) {
     u->failed |= transform > 3 || transform == 2;
     t->is_transformed = transform & 1;
     t->is_whole = transform & 2;
+    t->memory = tb__unpack_u32(u);
     u->failed |= t->encode && tb__encoding_parse(t->encode, &t->encoding) != TB_OK;
     u->failed |= tb_shape_size(&t->shape, t->dtype, NULL, NULL) != TB_OK;
 }
 
 static bool unpack_tensors(tb__unpack *u, tb__tensor_list *list) {
-    size_t count = tb__unpack_count(u, 25);
+    size_t count = tb__unpack_count(u, 29);
     for (size_t i = 0; i < count; i++) {
         tb__tensor_description t = {0};
         unpack_tensor(u, &t);

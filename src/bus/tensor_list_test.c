@@ -20,6 +20,8 @@ static void pack(tb__pack *out) {
     second.group = 7;
     second.shape = (tb_shape){.ndim = 2, .dim = {3, 5}};
     second.layout = layout;
+    first.memory_kind = 5;
+    second.memory_kind = 3;
     const tb__added_tensor *const tensors[] = {&first, &second};
     tb__matching_pack(&batch.matching, &opts);
     *out = (tb__pack){0};
@@ -55,6 +57,7 @@ static void test_comes_out_as_it_went_in(void **state) {
     const tb__tensor_description *t = &list.tensors.item[1];
     assert_string_equal(t->layout, "mesh=2 place=Shard(0)");
     assert_true(t->dtype == TB_BF16 && t->wire_dtype == TB_F32 && t->group == 7);
+    assert_true(list.tensors.item[0].memory == 0 && t->memory == 1);
     assert_true(t->shape.ndim == 2 && t->shape.dim[0] == 3 && t->shape.dim[1] == 5);
     tb__tensor_list_fini(&list);
     tb__pack_fini(&packed);

@@ -219,6 +219,8 @@ typedef struct tb__mirrored {
     const void *file[TB__MEMORIES];    /* of the client that a mirror is of; NULL: of its address */
     uint64_t file_shift[TB__MEMORIES]; /* what to add to an address here for the place in it */
     bool is_all;                       /* all of its areas are mirrors */
+    const char *device; /* that the client has its data on, for reports: "cuda:0 (copied by the client)"; NULL: unknown
+                         */
 } tb__mirrored;
 
 /* A tensor that this process has added to a batch. */
@@ -240,6 +242,7 @@ typedef struct tb__added_tensor {
     bool is_on_host;               /* its data or scales are, at least in part */
     tb__device *device;            /* other than the host that they are on; NULL: none */
     int unit;                      /* of the device */
+    uint64_t memory_kind;          /* of its data (device.h); 0: this rank has none of it */
     tb__mirrored mirrored;
 } tb__added_tensor;
 

@@ -290,7 +290,8 @@ static tb_status add_peer_tensors(tb_copy *copy, tb__owned_ir *ir, int32_t seat,
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
                                       .dst_dtype = v->dtype,
-                                      .wire_dtype = v->dtype};
+                                      .wire_dtype = v->dtype,
+                                      .memory_kind = v->common_kind};
             if (!t.spec.name || !tb__vec_push(out, t))
                 return TB_NO_MEMORY;
         }
@@ -320,7 +321,8 @@ static tb_status add_tensor_chunk(const tb_copy *copy, tb__owned_ir *ir, uint32_
                       .divisor = 1,
                       .ndim = t->spec.shape.ndim,
                       .src_dtype = t->spec.src_dtype,
-                      .wire_dtype = t->spec.wire_dtype};
+                      .wire_dtype = t->spec.wire_dtype,
+                      .memory_kind = t->spec.memory_kind};
     if (!chunk.targets || !chunk.contributors)
         return TB_NO_MEMORY;
     memcpy(chunk.len, t->spec.shape.dim, sizeof chunk.len);

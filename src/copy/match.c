@@ -2,6 +2,7 @@
 #include "copy/match.h"
 
 #include "base/dtype.h"
+#include "base/index.h"
 #include "base/int.h"
 #include "base/opts.h"
 #include "layout/overlap.h"
@@ -258,6 +259,7 @@ static tb_status match_views(const tb__match_end *sender, const tb__match_end *r
             i, task, left, sender->label, right, receiver->label);
     }
     to->common = from->common;
+    from->common_kind = to->common_kind = tb__hash(tb__hash(1, from->memory_kind), to->memory_kind);
     return TB_OK;
 }
 

@@ -12,8 +12,10 @@ typedef struct tb__match_view {
     tb_shape shape; /* at least one dimension; [0] if it has no elements */
     int64_t nbytes; /* of all elements */
     int64_t strides[TB_MAX_DIMS];
-    tb_shape common;     /* after matching: the shape that both ends use */
-    bool is_invalidated; /* its memory was */
+    uint64_t memory_kind; /* of its data (device.h) */
+    tb_shape common;      /* after matching: the shape that both ends use ... */
+    uint64_t common_kind; /* ... and the kinds of memory of both */
+    bool is_invalidated;  /* its memory was */
     /* As it was given, for copies that cast and broadcast. */
     tb_dtype given_dtype;
     tb_shape given_shape;

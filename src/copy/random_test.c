@@ -188,7 +188,7 @@ static void submit_all(tb_copy *copy, const rank *r, const graph *g, rng *own, u
 static unsigned char *allocate(size_t nbytes, bool is_shared) {
     void *data;
     if (is_shared)
-        check((data = tensor_alloc(nbytes + 1)));
+        check((data = tensor_alloc_any(nbytes + 1)));
     else
         check((data = malloc(nbytes + 1)));
     return data;

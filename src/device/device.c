@@ -2,6 +2,7 @@
 #include "device/device.h"
 
 #include "base/descriptors.h"
+#include "base/index.h"
 #include "base/mem.h"
 #include "base/process.h"
 #include "device/host/memory.h"
@@ -143,6 +144,10 @@ tb_status tb__device_check_extent(tb__device *device, const void *address, size_
         return TB_OK;
     return tb__fail(TB_INVALID, "it has %zu bytes, but the memory on %s that it begins in ends after %zu of them",
                     nbytes, tb__device_unit_name(device, unit), known);
+}
+
+uint64_t tb__device_memory_kind(const tb__device *device, const tb__memory *memory) {
+    return tb__hash(tb__hash_string(1, device->ops->name), (uint64_t)memory->index << 1 | memory->is_shareable) | 1;
 }
 
 /* ---- Defaults of slots ------------------------------------------------------------------------------------------- */

@@ -48,6 +48,10 @@ typedef struct tb__memory {
     bool is_shareable; /* with other processes */
 } tb__memory;
 
+/* A number for what decides how other processes reach the memory: which unit of which device it is on, and whether it
+ * can be shared. Never 0. */
+uint64_t tb__device_memory_kind(const tb__device *device, const tb__memory *memory);
+
 /* What a program can remap or free at once: an allocation, or a piece of one. */
 typedef struct tb__memory_id {
     const void *base;

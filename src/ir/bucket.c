@@ -23,6 +23,8 @@ static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
         return x->mode < y->mode ? -1 : 1;
     if (x->is_coded != y->is_coded)
         return x->is_coded ? 1 : -1;
+    if (x->memory_kind != y->memory_kind)
+        return x->memory_kind < y->memory_kind ? -1 : 1;
     if (x->source != y->source)
         return x->source < y->source ? -1 : 1;
     int c = compare_lists(x->targets, x->ntargets, y->targets, y->ntargets);

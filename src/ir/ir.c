@@ -234,6 +234,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
         .src_dtype = spec->src_dtype,
         .wire_dtype = wire,
         .is_whole = spec->coded && spec->whole,
+        .memory_kind = spec->memory_kind,
     };
     if (spec->coded && (route->ncontributors || route->source == TB_NO_RANK))
         return tb__fail(TB_REFUSED, "a Partial tensor can't be converted on its way");

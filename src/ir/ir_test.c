@@ -171,6 +171,39 @@ static void groups_are_apart(void **state) {
     tb_layout_destroy(dst);
 }
 
+/* Tensors in memory that is reached in different ways share no bucket, at either end. */
+static void kinds_of_memory_are_apart(void **state) {
+    (void)state;
+    tb_layout *src, *dst;
+    assert_int_equal(tb_layout_parse("mesh=1 place=R", &src), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=1", &dst), TB_OK);
+    static const char *const names[] = {"a", "b", "c", "d"};
+    tb_tensor_spec spec[4];
+    for (size_t i = 0; i < 4; i++)
+        spec[i] = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                   .name = names[i],
+                                   .shape = {1, {16}},
+                                   .src = src,
+                                   .dst = dst,
+                                   .src_dtype = TB_F32,
+                                   .dst_dtype = TB_F32,
+                                   .memory_kind = i == 1 ? UINT64_MAX : 0};
+    for (int32_t rank = 0; rank < 2; rank++) {
+        static const uint32_t tensors[] = {0, 2, 3, 1};
+        tb_ir *ir;
+        assert_int_equal(tb_ir_create(rank, spec, 4, NULL, NULL, &ir), TB_OK);
+        assert_int_equal(ir->nchannels, 2);
+        assert_int_equal(ir->nbuckets, 2);
+        for (size_t i = 0; i < 4; i++)
+            assert_int_equal(ir->chunks[ir->entries[i].chunk].tensor, tensors[i]);
+        assert_int_equal(ir->buckets[0].nentries, 3);
+        check_dumps(ir);
+        tb_ir_destroy(ir);
+    }
+    tb_layout_destroy(src);
+    tb_layout_destroy(dst);
+}
+
 /* A bit for each element; less than a byte is nothing. */
 static int64_t bits_size(const void *arg, int ndim, const int64_t *len) {
     int64_t n = *(const int64_t *)arg;
@@ -392,6 +425,7 @@ int main(void) {
         cmocka_unit_test(bucket_sizes),
         cmocka_unit_test(contributions_fit_into_staging_memory),
         cmocka_unit_test(groups_are_apart),
+        cmocka_unit_test(kinds_of_memory_are_apart),
         cmocka_unit_test(coded_rows_of_less_than_a_byte),
         cmocka_unit_test(ids_are_made_of_target_name_and_box),
         cmocka_unit_test(partial_sources_and_targets),

@@ -162,7 +162,7 @@ static void place_parts(worker *w) {
             b->is_bus = true; /* agents do not send and receive other memory at the same time */
         b->image = malloc(b->nbytes);
         if (b->is_bus)
-            b->memory = tensor_alloc(b->nbytes);
+            b->memory = tensor_alloc_any(b->nbytes);
         else
             b->memory = malloc(b->nbytes);
         if (!b->image || !b->memory)

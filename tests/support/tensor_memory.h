@@ -1,6 +1,6 @@
 /* Memory for tensors of tests. Built with TB_SLOW_DEVICE, a test has it where TB_TEST_DEVICE says: on the slow device
- * (the default), with "mixed" every second time, with "cuda" on a GPU, if the build has the CUDA device, and with
- * "cuda_mixed" every second time; else it is memory of tb_alloc.
+ * (the default), with "mixed" every second time, with "cuda" on a GPU,
+ * if the build has the CUDA device, and with "cuda_mixed" every second time; else it is memory of tb_alloc.
  *
  * A test reads and writes tensors through tensor_bytes. Memory of a GPU has a copy for that (cuda_tensors.c). */
 #ifndef TB_TESTS_TENSOR_MEMORY_H
@@ -70,6 +70,16 @@ static inline void *tensor_alloc(size_t nbytes) {
 #endif
 #endif
     return tb_alloc(nbytes, &p) == TB_OK ? p : NULL;
+}
+
+/* The same; with "mixed", every fifth time on the slow device, in memory that can't be shared with other processes. */
+static inline void *tensor_alloc_any(size_t nbytes) {
+#ifdef TB_SLOW_DEVICE
+    static _Atomic unsigned count;
+    if (is_test_device("mixed") && count++ % 5 == 4)
+        return slow_device_alloc_on(0, false, nbytes);
+#endif
+    return tensor_alloc(nbytes);
 }
 
 /* Where the test can use what tensor_alloc gave, while the library does not, until the thread's next call
