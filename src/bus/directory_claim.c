@@ -81,7 +81,7 @@ static tb_status compare_size(const tb__store_entry *entry, const char *group, c
                               uint64_t revision) {
     tb__key_parts key;
     tb__seat_record other;
-    if (!tb__key_split(entry->key, &key) || strcmp(key.group, group) != 0 ||
+    if (!tb__key_split(entry->key, &key) || key.is_note || strcmp(key.group, group) != 0 ||
         !tb__seat_decode(&entry->value, key.index, &other))
         return TB_OK;
     if (other.size == mine->size || (!other.is_announced && entry->value.revision > revision))
@@ -92,13 +92,13 @@ static tb_status compare_size(const tb__store_entry *entry, const char *group, c
                     group, other.size, tb__seat_describe(&other).text, key.index, mine->size);
 }
 
-/* `seats`: lists those of all groups, and keeps them; NULL: those of this one. */
+/* `seats`: lists all that is followed, and keeps it; NULL: this group's seats. */
 static tb_status agree_on_size(const tb__store_deadline *deadline, const char *group, const tb__seat_record *mine,
                                uint64_t revision, tb__store_entries *seats) {
     int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
     tb__key prefix = tb__key_of_group(group);
     if (seats)
-        snprintf(prefix.text, sizeof prefix.text, TB__NOW "groups/");
+        snprintf(prefix.text, sizeof prefix.text, TB__NOW);
     for (;;) {
         tb__store_entries entries;
         tb_status status = TB_OK;

@@ -267,13 +267,13 @@ void tb__directory_drop_summaries(tb__directory *d, bool are_all) {
 }
 
 /* Both first ranks of a pair give the same hint for the same state: one of them is enough. */
-static bool is_known_hint(tb__directory *d, const tb__store_value *hint) {
+static bool is_known_hint(tb__directory *d, const tb__store_entries *hints) {
     char text[TB__HINT_TEXT];
     bool is_known = false;
     pthread_mutex_lock(&d->lock);
-    for (size_t i = 0; i < d->summaries.count && !d->is_following_all; i++) {
+    for (size_t i = 0; i < d->summaries.count && hints->count == 1; i++) {
         tb__hint_format(d->summaries.item[i].state, text);
-        is_known |= hint->nbytes == strlen(text) && memcmp(hint->data, text, hint->nbytes) == 0;
+        is_known |= hints->item[0].value.data && strcmp(hints->item[0].value.data, text) == 0;
     }
     pthread_mutex_unlock(&d->lock);
     return is_known;
@@ -329,12 +329,33 @@ static bool get_own_note(tb__directory *d, size_t i, tb__key_parts *out) {
 }
 
 /* Of many ranks, those that lead none list the store only if nobody tells them what has changed. */
-static tb_status look_at_store(tb__directory *d, bool is_hinted) {
-    bool must_list = d->is_following_all;
+static tb_status look_at_summaries(tb__directory *d, bool is_hinted) {
+    bool must_list = false;
     tb__key_parts note;
     for (size_t i = 0; !must_list && get_own_note(d, i, &note); i++)
         TB_TRY(read_summary(d, &note, is_hinted, &must_list));
     return must_list ? tb__directory_refresh(d, false) : TB_OK;
+}
+
+/* Applies changes to the view that they follow. A call of this process may have replaced it by a newer one. */
+static tb_status apply_changes(tb__directory *d, const tb__store_entries *changes, uint64_t since) {
+    tb__store_entries entries;
+    pthread_mutex_lock(&d->lock);
+    uint64_t viewed = tb__directory_view_revision(d->view);
+    tb_status status =
+        viewed == since ? tb__store_apply_changes(tb__directory_view_entries(d->view), changes, &entries) : TB_OK;
+    pthread_mutex_unlock(&d->lock);
+    TB_TRY(status);
+    return viewed == since ? tb__directory_replace_view(d, &entries, false) : TB_OK;
+}
+
+/* The changes after `since` are those that were waited for. */
+static tb_status look_at_changes(tb__directory *d, const tb__store_entries *changes, uint64_t since) {
+    if (!d->is_following_all)
+        return look_at_summaries(d, changes->count > 0);
+    if (changes->must_list || viewed_revision(d) < since)
+        return tb__directory_refresh(d, false);
+    return apply_changes(d, changes, since);
 }
 
 /* ---- Following -------------------------------------------------------------------------------------------------- */
@@ -342,7 +363,7 @@ static tb_status look_at_store(tb__directory *d, bool is_hinted) {
 void *tb__directory_follow(void *directory) {
     tb__directory *d = directory;
     is_following = true;
-    uint64_t revision = 0, seen = 0; /* seen: the hints up to this revision */
+    uint64_t seen = 0; /* the hints up to this revision */
     bool has_warned = false;
     int64_t looked_ms = 0;
     while (!is_closing(d)) {
@@ -356,21 +377,22 @@ void *tb__directory_follow(void *directory) {
         int pause_ms = (int)(looked_ms + COALESCE_MS - tb__now_ms());
         if (pause_ms > 0 && pause_ms <= COALESCE_MS && sleep_unless_closing(d, pause_ms))
             break;
-        tb__store_value hint = {0};
+        tb__store_entries changes = {0};
         const char *prefix = choose_prefix(d);
         uint64_t since = !d->is_following_all && seen > d->told ? seen : d->told;
-        tb_status status = tb__store_wait_value(d->store, prefix, since, wait_ms, &revision, &hint);
-        bool is_known = status == TB_OK && is_known_hint(d, &hint), is_hinted = hint.nbytes > 0;
-        tb__store_value_fini(&hint);
-        if (is_known)
-            seen = revision;
-        if (is_known || status == TB_TIMEOUT)
-            continue;
-        if (status == TB_OK && viewed_revision(d) < revision) {
+        tb_status status = tb__store_wait_changes(d->store, prefix, since, wait_ms, &changes);
+        uint64_t revision = changes.revision;
+        bool is_known = status == TB_OK && !d->is_following_all && is_known_hint(d, &changes);
+        bool is_idle = is_known || status == TB_TIMEOUT;
+        seen = is_known ? revision : seen;
+        if (status == TB_OK && !is_known && viewed_revision(d) < revision) {
             looked_ms = tb__now_ms();
-            status = look_at_store(d, is_hinted);
+            status = look_at_changes(d, &changes, since);
             seen = status == TB_OK ? revision : seen;
         }
+        tb__store_entries_fini(&changes);
+        if (is_idle)
+            continue;
         if (status == TB_LOST) {
             tb__directory_set_state(d, TB_LOST);
             if (is_closing(d))

@@ -134,7 +134,7 @@ static void downgrade(void **state) {
                                   'K', 'V', 1, 0, 0, 0, 7, 0, 's', 'e', 's', 'a', 'm', 'e', '!'};
     int fd = raw_connect(f->url);
     assert_true(raw_send(fd, old, sizeof old));
-    assert_refused(fd, TB_REFUSED, "the client speaks version 1 of the store's protocol, the server version 4");
+    assert_refused(fd, TB_REFUSED, "the client speaks version 1 of the store's protocol, the server version 5");
     /* No proof, and a request in its place. */
     fd = raw_connect(f->url);
     (void)raw_begin_hello(fd, TOKEN, 7);

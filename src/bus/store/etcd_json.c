@@ -237,8 +237,9 @@ static bool read_entry(const json_t *kv, size_t strip, char **at, tb__store_entr
         return false;
     data[nbytes] = '\0';
     *at = data + nbytes + 1;
-    *out = (tb__store_entry){.key = key + strip,
-                             .value = {.data = data, .nbytes = nbytes, .revision = (uint64_t)revision}};
+    *out = (tb__store_entry){.key = key + strip};
+    if (!json_object_get(kv, TB__ETCD_DELETED))
+        out->value = (tb__store_value){.data = data, .nbytes = nbytes, .revision = (uint64_t)revision};
     return true;
 }
 

@@ -42,7 +42,8 @@ tb_status tb__etcd_read_value(const json_t *kv, tb__store_value *out);
 /* How many pairs the pages have, and how many bytes their entries take. TB_TOO_BIG for more than a list may have. */
 tb_status tb__etcd_measure(const json_t *pages, size_t *count, size_t *nbytes);
 
-/* The pairs of several pages as entries, without what lies before their keys. */
+/* The pairs of several pages as entries, without what lies before their keys. One with this field has no value. */
+#define TB__ETCD_DELETED "tensorbus_deleted"
 tb_status tb__etcd_read_entries(const json_t *pages, size_t strip, uint64_t revision, tb__store_entries *out);
 
 /* The last key of a page, into room for the longest key. False if the page has none, or it is not base64. */

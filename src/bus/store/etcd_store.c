@@ -380,13 +380,30 @@ typedef struct watch_state {
     bool is_behind; /* the member that answers has not reached `since` */
     bool is_compacted;
     uint64_t reached; /* revision of the last change */
-    size_t nevents;
-    tb__store_value value; /* of the last one */
+    json_t *pages;    /* results: a page's pairs are those of its events */
 } watch_state;
 
-static bool on_watch_result(void *arg, const json_t *result) {
+/* The pairs of the events, those of deleted keys marked. NULL: no memory, or an event has none. */
+static json_t *collect_changes(json_t *events) {
+    json_t *kvs = json_array(), *event;
+    size_t i;
+    bool is_good = kvs;
+    json_array_foreach(events, i, event) {
+        json_t *kv = json_object_get(event, "kv");
+        const char *type = json_string_value(json_object_get(event, "type"));
+        if (type && strcmp(type, "DELETE") == 0)
+            is_good &= json_object_set_new(kv, TB__ETCD_DELETED, json_true()) == 0;
+        is_good &= json_array_append(kvs, kv) == 0;
+    }
+    if (is_good)
+        return json_pack("{s:o}", "kvs", kvs);
+    json_decref(kvs);
+    return NULL;
+}
+
+static bool on_watch_result(void *arg, json_t *result) {
     watch_state *w = arg;
-    const json_t *events = json_object_get(result, "events"), *event;
+    json_t *events = json_object_get(result, "events"), *event;
     size_t i;
     if (json_is_true(json_object_get(result, "canceled"))) {
         w->is_compacted = true;
@@ -398,14 +415,13 @@ static bool on_watch_result(void *arg, const json_t *result) {
     }
     json_array_foreach(events, i, event) {
         int64_t revision = tb__etcd_read_number(json_object_get(event, "kv"), "mod_revision");
-        w->nevents++;
-        if (revision > 0 && (uint64_t)revision > w->since && (uint64_t)revision > w->reached) {
+        if (revision > 0 && (uint64_t)revision > w->since && (uint64_t)revision > w->reached)
             w->reached = (uint64_t)revision;
-            tb__store_value_fini(&w->value);
-            (void)tb__etcd_read_value(json_object_get(event, "kv"), &w->value); /* without it, it is not known */
-        }
     }
-    return w->reached > 0;
+    if (events && json_array_append_new(w->pages, collect_changes(events)) != 0)
+        w->is_compacted = true; /* they have to be listed */
+    /* Changes of one revision may come in several results. */
+    return w->is_compacted || (w->reached > 0 && !json_is_true(json_object_get(result, "fragment")));
 }
 
 /* The store's revision, from a linearizable read. */
@@ -417,29 +433,36 @@ static tb_status ask_revision(etcd_client *c, int64_t deadline_ms, uint64_t *rev
     return TB_OK;
 }
 
+static tb_status watch_once(etcd_client *c, const char *prefix, watch_state *w, int64_t deadline_ms,
+                            tb__store_entries *out) {
+    tb__bytes body;
+    json_t *none;
+    tb__gateway_call call = {.path = "/v3/watch", .deadline_ms = deadline_ms, .on_result = on_watch_result, .arg = w};
+    TB_TRY(tb__etcd_watch(prefix, w->since < UINT64_MAX ? w->since + 1 : w->since, &body));
+    TB_TRY(post_body(c, &call, &body, &none));
+    if (w->is_behind || w->is_compacted)
+        return TB_OK;
+    tb_status status = tb__etcd_read_entries(w->pages, strlen(TB__ETCD_DATA), w->reached, out);
+    w->is_compacted = status == TB_TOO_BIG;
+    return w->is_compacted ? TB_OK : status;
+}
+
 static tb_status etcd_wait_change(etcd_client *c, const char *prefix, uint64_t since, int64_t deadline_ms,
-                                  tb__store_result *out) {
+                                  tb__store_entries *out) {
     for (;;) {
-        watch_state w = {.since = since};
-        tb__bytes body;
-        json_t *none;
-        tb__gateway_call call = {
-            .path = "/v3/watch", .deadline_ms = deadline_ms, .on_result = on_watch_result, .arg = &w};
-        TB_TRY(tb__etcd_watch(prefix, since < UINT64_MAX ? since + 1 : since, &body));
-        tb_status status = post_body(c, &call, &body, &none);
-        if (status != TB_OK || w.nevents != 1 || w.value.nbytes > TB__STORE_MAX_TOLD)
-            tb__store_value_fini(&w.value);
+        watch_state w = {.since = since, .pages = json_array()};
+        tb_status status =
+            w.pages ? watch_once(c, prefix, &w, deadline_ms, out) : tb__fail(TB_NO_MEMORY, "no memory for changes");
+        json_decref(w.pages);
         TB_TRY(status);
-        if (w.is_behind || w.is_compacted) {
-            uint64_t now;
-            TB_TRY(ask_revision(c, deadline_ms, &now));
-            /* One member was behind the others. */
-            if (w.is_behind && now >= since)
-                continue;
-            w.reached = now;
-        }
-        out->revision = w.reached;
-        out->value = w.value;
+        if (!w.is_behind && !w.is_compacted)
+            return TB_OK;
+        uint64_t now;
+        TB_TRY(ask_revision(c, deadline_ms, &now));
+        /* One member was behind the others. */
+        if (w.is_behind && now >= since)
+            continue;
+        *out = (tb__store_entries){.revision = now, .must_list = true};
         return TB_OK;
     }
 }
@@ -470,7 +493,7 @@ static tb_status etcd_call(void *context, const tb__store_message *q, int timeou
     case TB__STORE_LIST:
         return etcd_list(c, &key, deadline_ms, &out->entries);
     case TB__STORE_WAIT_CHANGE:
-        return etcd_wait_change(c, key.text, q->revision, deadline_ms, out);
+        return etcd_wait_change(c, key.text, q->revision, deadline_ms, &out->entries);
     default:
         return tb__fail(TB_INTERNAL, "a %s of etcd", tb__store_op_name(q->op));
     }

@@ -329,7 +329,7 @@ static json_t *parse_json(const char *text, size_t nbytes) {
 /* Handles one object of a stream; false: the stream has to end. */
 static bool take_object(attempt *a, const char *text, size_t nbytes) {
     json_t *object = parse_json(text, nbytes);
-    const json_t *result = json_object_get(object, "result");
+    json_t *result = json_object_get(object, "result");
     if (!result) {
         const char *message = json_string_value(json_object_get(json_object_get(object, "error"), "message"));
         tb__set_detail("%s: the stream broke off: %.200s", a->gateway->url, message ? message : "no JSON of etcd's");

@@ -58,7 +58,7 @@ typedef struct tb__gateway_call {
     bool ignores_stop;      /* runs although the gateway was stopped */
     /* For a stream: gets the "result" of each object, and returns true to end the stream. After a lost connection the
      * request is sent again, and the stream starts over. */
-    bool (*on_result)(void *arg, const json_t *result);
+    bool (*on_result)(void *arg, json_t *result);
     void *arg;
 
     tb__etcd_code code; /* output: the code with which etcd refused it */

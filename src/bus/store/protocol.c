@@ -20,7 +20,8 @@ static const struct {
     [TB__STORE_DELETE] = {"delete", "k", "r"},
     [TB__STORE_COUNT] = {"count", "krc", "r"}, /* r: raised to at least this, c: what is added; the reply: before */
     [TB__STORE_LIST] = {"list", "p", "rl"},
-    [TB__STORE_WAIT_CHANGE] = {"wait_change", "pr", "rv"}, /* r: a change after this one */
+    [TB__STORE_WAIT_CHANGE] = {"wait_change", "pr",
+                               "rcl"}, /* r: changes after this one; c: 1: the list is not complete */
     [TB__STORE_CANCEL] = {"cancel", "", ""},
     [TB__STORE_TAKE_BLOCK] = {"take_block", "gkc", "rc"}, /* c: numbers; the reply: the first of them, the counter */
 };

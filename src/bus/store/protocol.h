@@ -13,7 +13,7 @@
  *   m u32 magic, "TBKV"            k key: u16 length, 1 to 1152 bytes without NUL
  *   n u32 protocol version         p prefix: as a key, but may be empty
  *   t proof: u16 length, bytes     v value: u32 length, at most 1 MiB
- *   r u64 revision                 l u32 count, then for each entry: k r v
+ *   r u64 revision                 l u32 count, then for each entry: k r v; r 0: it was deleted
  *   b u8 lifetime                  s sentence: u16 length, text
  *   x id and nonce, 16 bytes each  o the process's secret: 16 bytes; zeros: it will write nothing
  *   c u64 number                   g, w key and value of the guard; g: also a counter
@@ -36,7 +36,7 @@
 
 enum {
     TB__STORE_MAGIC = 0x564b4254, /* "TBKV" */
-    TB__STORE_VERSION = 4,
+    TB__STORE_VERSION = 5,
     TB__STORE_MAX_WIRE_KEY = TB__STORE_MAX_NAMESPACE + 1 + TB__STORE_MAX_KEY,
     TB__STORE_MAX_HELLO = 1024, /* bytes of a request of a client that has proved nothing yet */
     TB__STORE_MAX_REQUEST = TB__STORE_MAX_VALUE + 2048,
@@ -94,7 +94,7 @@ bool tb__store_next_entry(tb__blob *entries, tb__blob *key, uint64_t *revision, 
 
 /* What an operation returns: the revision, of the change or of the store; count: the number before; take_block: the
  * first number of the block, and the counter's; the value of get, and, with TB_CONFLICT, the present one; the entries
- * of list. */
+ * of list and wait_change. */
 typedef struct tb__store_result {
     uint64_t revision, number;
     tb__store_value value;

@@ -296,21 +296,29 @@ static void remove_waiter(tb__waiter *waiter) {
     free(waiter);
 }
 
-/* `record` is what was changed; NULL: it was removed, or there were several changes. */
-static void reply_change(tb__session *session, uint64_t id, uint64_t revision, const tb__record *record) {
-    tb__store_message reply = {.id = id, .op = TB__STORE_WAIT_CHANGE, .is_reply = true, .revision = revision};
-    if (record && !record->is_removed && record->value_nbytes <= TB__STORE_MAX_TOLD)
-        reply.value = tb__record_value(record);
+/* `is_known` false: what has changed has to be listed. */
+static void reply_changes(tb__session *session, uint64_t id, uint64_t revision, bool is_known, const tb__bytes *entries,
+                          uint64_t count) {
+    tb__store_message reply = {
+        .id = id, .op = TB__STORE_WAIT_CHANGE, .is_reply = true, .revision = revision, .number = !is_known};
+    if (is_known) {
+        reply.nentries = count;
+        reply.entries = (tb__blob){.data = entries->item, .nbytes = entries->count};
+    }
     send_reply(session, &reply);
 }
 
 static void serve_wait_change(tb__session *session, const tb__store_message *request) {
     const tb__store_table *table = &session->server->table;
-    if (tb__store_table_changed_since(table, request->key, request->revision))
-        reply_change(session, request->id, table->revision,
-                     tb__store_table_only_change(table, request->key, request->revision));
-    else
+    tb__bytes entries = {0};
+    uint64_t count = 0;
+    if (!tb__store_table_changed_since(table, request->key, request->revision)) {
         add_waiter(session, request);
+        return;
+    }
+    bool is_known = tb__store_table_get_changes(table, request->key, request->revision, &entries, &count);
+    reply_changes(session, request->id, table->revision, is_known, &entries, count);
+    free(entries.item);
 }
 
 static void serve_cancel(tb__session *session, const tb__store_message *request) {
@@ -332,13 +340,16 @@ void tb__session_drop_waiters(tb__session *session) {
 
 void tb__wake_waiters(void *server, const tb__record *record) {
     tb__waiter *next;
+    tb__bytes entry = {0};
+    bool is_known = tb__store_table_add_change(record, &entry) == TB_OK;
     for (tb__waiter *waiter = LIST_FIRST(&((tb__store_server *)server)->waiters); waiter; waiter = next) {
         next = LIST_NEXT(waiter, in_server);
         if (!tb__blob_starts_with(tb__record_key(record), (tb__blob){.data = waiter->prefix, .nbytes = waiter->nbytes}))
             continue;
-        reply_change(waiter->session, waiter->id, record->revision, record);
+        reply_changes(waiter->session, waiter->id, record->revision, is_known, &entry, 1);
         remove_waiter(waiter);
     }
+    free(entry.item);
 }
 
 static void (*const handlers[])(tb__session *session, const tb__store_message *request) = {

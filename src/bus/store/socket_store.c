@@ -189,7 +189,8 @@ static tb_status copy_entries(const tb__store_message *reply, tb__store_entries 
     char *memory = tb__malloc(1, count * sizeof *out->item + reply->entries.nbytes);
     if (!memory)
         return TB_NO_MEMORY;
-    *out = (tb__store_entries){.count = count, .item = (void *)memory, .revision = reply->revision};
+    *out = (tb__store_entries){
+        .count = count, .item = (void *)memory, .revision = reply->revision, .must_list = reply->number != 0};
     char *at = memory + count * sizeof *out->item;
     tb__blob rest = reply->entries, key, value;
     uint64_t revision;
@@ -200,8 +201,8 @@ static tb_status copy_entries(const tb__store_message *reply, tb__store_entries 
         if (value.nbytes > 0)
             memcpy(data, value.data, value.nbytes);
         data[value.nbytes] = '\0';
-        out->item[i] =
-            (tb__store_entry){.key = at, .value = {.data = data, .nbytes = value.nbytes, .revision = revision}};
+        out->item[i] = (tb__store_entry){
+            .key = at, .value = {.data = revision ? data : NULL, .nbytes = value.nbytes, .revision = revision}};
         at = data + value.nbytes + 1;
     }
     return TB_OK;
@@ -214,9 +215,9 @@ static tb_status socket_call(void *context, const tb__store_message *request, in
         return status;
     out->revision = reply->store.revision;
     out->number = reply->store.number;
-    if (request->op == TB__STORE_LIST)
+    if (status == TB_OK && (request->op == TB__STORE_LIST || request->op == TB__STORE_WAIT_CHANGE))
         copied = copy_entries(&reply->store, &out->entries);
-    else if (request->op == TB__STORE_GET || request->op == TB__STORE_WAIT_CHANGE || status == TB_CONFLICT)
+    else if (request->op == TB__STORE_GET || status == TB_CONFLICT)
         copied = copy_value(&reply->store, &out->value);
     tb__link_reply_free(reply);
     return copied == TB_OK ? status : copied;

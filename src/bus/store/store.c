@@ -183,7 +183,6 @@ static tb_status call_for_number(const tb__store *store, const char *key, tb__st
     TB_TRY(call_within(store, key, request, timeout_ms, &result));
     if (number)
         *number = result.revision;
-    free(result.value.data);
     return TB_OK;
 }
 
@@ -254,28 +253,90 @@ tb_status tb__store_take_block(tb__store *store, const char *counter, const char
     return TB_OK;
 }
 
-tb_status tb__store_list(tb__store *store, const char *prefix, tb__store_entries *out) {
+static tb_status call_for_entries(const tb__store *store, const char *prefix, tb__store_message request, int timeout_ms,
+                                  tb__store_entries *out) {
     tb__store_result result;
-    TB_TRY(call_store(store, prefix, (tb__store_message){.op = TB__STORE_LIST}, &result));
+    TB_TRY(call_within(store, prefix, request, timeout_ms, &result));
     for (size_t i = 0; i < result.entries.count; i++)
         result.entries.item[i].key += store->prefix_length;
     *out = result.entries;
     return TB_OK;
 }
 
-tb_status tb__store_wait_change(tb__store *store, const char *prefix, uint64_t since, int timeout_ms,
-                                uint64_t *revision) {
-    tb__store_message request = {.op = TB__STORE_WAIT_CHANGE, .revision = since};
-    return call_for_number(store, prefix, request, timeout_ms, revision);
+tb_status tb__store_list(tb__store *store, const char *prefix, tb__store_entries *out) {
+    return call_for_entries(store, prefix, (tb__store_message){.op = TB__STORE_LIST}, store->timeout_ms, out);
 }
 
-tb_status tb__store_wait_value(tb__store *store, const char *prefix, uint64_t since, int timeout_ms, uint64_t *revision,
-                               tb__store_value *value) {
-    tb__store_result result;
+tb_status tb__store_wait_changes(tb__store *store, const char *prefix, uint64_t since, int timeout_ms,
+                                 tb__store_entries *out) {
     tb__store_message request = {.op = TB__STORE_WAIT_CHANGE, .revision = since};
-    TB_TRY(call_within(store, prefix, request, timeout_ms, &result));
-    *revision = result.revision;
-    *value = result.value;
+    return call_for_entries(store, prefix, request, timeout_ms, out);
+}
+
+tb_status tb__store_wait_change(tb__store *store, const char *prefix, uint64_t since, int timeout_ms,
+                                uint64_t *revision) {
+    tb__store_entries changes;
+    TB_TRY(tb__store_wait_changes(store, prefix, since, timeout_ms, &changes));
+    *revision = changes.revision;
+    tb__store_entries_fini(&changes);
+    return TB_OK;
+}
+
+/* By key, and those of one key in their order. */
+static int compare_changes(const void *a, const void *b) {
+    const tb__store_entry *x = *(const tb__store_entry *const *)a, *y = *(const tb__store_entry *const *)b;
+    int order = strcmp(x->key, y->key);
+    return order ? order : (x > y) - (x < y);
+}
+
+/* Keeps the last change of each key. Returns their number. */
+static size_t sort_changes(const tb__store_entries *changes, const tb__store_entry **sorted) {
+    size_t kept = 0;
+    for (size_t i = 0; i < changes->count; i++)
+        sorted[i] = &changes->item[i];
+    qsort(sorted, changes->count, sizeof *sorted, compare_changes);
+    for (size_t i = 0; i < changes->count; i++) {
+        if (i + 1 == changes->count || strcmp(sorted[i]->key, sorted[i + 1]->key) != 0)
+            sorted[kept++] = sorted[i];
+    }
+    return kept;
+}
+
+static void add_copy(tb__store_entries *out, char **at, const tb__store_entry *entry) {
+    size_t length = strlen(entry->key) + 1;
+    tb__store_entry copy = {.key = memcpy(*at, entry->key, length), .value = entry->value};
+    copy.value.data = memcpy(*at + length, entry->value.data, entry->value.nbytes + 1);
+    out->item[out->count++] = copy;
+    *at += length + entry->value.nbytes + 1;
+}
+
+tb_status tb__store_apply_changes(const tb__store_entries *before, const tb__store_entries *changes,
+                                  tb__store_entries *out) {
+    const tb__store_entries *from[] = {before, changes};
+    size_t nbytes = (before->count + changes->count) * sizeof *out->item;
+    for (int k = 0; k < 2; k++) {
+        for (size_t i = 0; i < from[k]->count; i++)
+            nbytes += strlen(from[k]->item[i].key) + from[k]->item[i].value.nbytes + 2;
+    }
+    tb__store_entries after = {.item = tb__malloc(1, nbytes), .revision = changes->revision};
+    const tb__store_entry **sorted = tb__malloc(changes->count, sizeof *sorted);
+    if (!after.item || !sorted) {
+        free(after.item);
+        free(sorted);
+        return TB_NO_MEMORY;
+    }
+    char *at = (char *)(after.item + before->count + changes->count);
+    size_t n = sort_changes(changes, sorted), i = 0, k = 0;
+    while (i < before->count || k < n) {
+        int order = i == before->count ? 1 : k == n ? -1 : strcmp(before->item[i].key, sorted[k]->key);
+        const tb__store_entry *next = order < 0 ? &before->item[i] : sorted[k];
+        if (next->value.data)
+            add_copy(&after, &at, next);
+        i += order <= 0;
+        k += order >= 0;
+    }
+    free(sorted);
+    *out = after;
     return TB_OK;
 }
 

@@ -55,6 +55,7 @@ typedef struct tb__store_entries {
     size_t count;
     tb__store_entry *item; /* by key; one allocation with all they point to */
     uint64_t revision;     /* of the whole store when they were listed */
+    bool must_list;        /* of changes: the store does not know them all any more, and there are none here */
 } tb__store_entries;
 
 typedef struct tb__store tb__store;
@@ -120,16 +121,18 @@ tb_status tb__store_take_block(tb__store *store, const char *counter, const char
 /* All keys that start with the prefix; "" is every key of the namespace. Freed with tb__store_entries_fini. */
 tb_status tb__store_list(tb__store *store, const char *prefix, tb__store_entries *out);
 
-/* Sleeps until a key that starts with the prefix was written or deleted after revision `since`. To follow a prefix:
- * list it, wait for a change since the list's revision, list it again. May return without a change if the server's log
- * does not reach back to `since`. */
+/* Sleeps until a key that starts with the prefix was written or deleted after revision `since`. May return without a
+ * change if the server's log does not reach back to `since`. */
 tb_status tb__store_wait_change(tb__store *store, const char *prefix, uint64_t since, int timeout_ms,
                                 uint64_t *revision);
-/* The same, with the value that was written. It is empty if the key was deleted, if the value has more than 64 bytes,
- * or if it is not known that this is the only change after `since`. */
-enum { TB__STORE_MAX_TOLD = 64 };
-tb_status tb__store_wait_value(tb__store *store, const char *prefix, uint64_t since, int timeout_ms, uint64_t *revision,
-                               tb__store_value *value);
+/* The same, with all changes from `since` up to the revision in `out`, one after the other: a key that was deleted has
+ * no data. To follow a prefix: list it, and apply what has changed since the list's revision; list it again only if
+ * `must_list` is set. */
+tb_status tb__store_wait_changes(tb__store *store, const char *prefix, uint64_t since, int timeout_ms,
+                                 tb__store_entries *out);
+/* The entries of a list after these changes. */
+tb_status tb__store_apply_changes(const tb__store_entries *before, const tb__store_entries *changes,
+                                  tb__store_entries *out);
 
 void tb__store_value_fini(tb__store_value *value);
 void tb__store_entries_fini(tb__store_entries *entries);

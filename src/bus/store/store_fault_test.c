@@ -76,13 +76,13 @@ static void wrong_version(void **state) {
     fixture *f = *state;
     int fd = raw_connect(f->at.url);
     assert_true(raw_send_message(fd, (tb__store_message){.id = 1, .version = 999}));
-    assert_refused(fd, TB_REFUSED, "version 999 of the store's protocol, the server version 4");
+    assert_refused(fd, TB_REFUSED, "version 999 of the store's protocol, the server version 5");
     /* The rest of a hello may look different in another version. */
     static const uint8_t future[] = {23,  0,   0,   0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 'T',
-                                     'B', 'K', 'V', 5, 0, 0, 0, 1, 2, 3, 4, 5, 6};
+                                     'B', 'K', 'V', 6, 0, 0, 0, 1, 2, 3, 4, 5, 6};
     fd = raw_connect(f->at.url);
     assert_true(raw_send(fd, future, sizeof future));
-    assert_refused(fd, TB_REFUSED, "version 5");
+    assert_refused(fd, TB_REFUSED, "version 6");
     assert_alive(f->at.url);
 }
 

@@ -383,72 +383,80 @@ static void many_threads(void **state) {
     assert_int_equal(sum, NTHREADS * NROUNDS);
 }
 
-typedef struct told {
-    tb__store *store;
-    const char *expected;
-    _Atomic int nright, nwrong, nunknown;
-} told;
-
-/* Until a key "told/end" is there. */
-static void *wait_for_values(void *arg) {
-    told *t = arg;
-    tb__store_entries entries = {0};
-    uint64_t revision = 0;
-    for (;;) {
-        tb__store_value value;
-        if (tb__store_list(t->store, "told/end", &entries) != TB_OK || entries.count > 0)
-            break;
-        revision = entries.revision;
-        tb__store_entries_fini(&entries);
-        if (tb__store_wait_value(t->store, "told/", revision, PATIENCE_MS, &revision, &value) != TB_OK)
-            break;
-        bool is_right = value.nbytes > 0 && strcmp(value.data, t->expected) == 0;
-        t->nright += is_right;
-        t->nunknown += value.nbytes == 0;
-        t->nwrong += !is_right && value.nbytes > 0;
-        tb__store_value_fini(&value);
+/* Writes and deletes a few keys at random, last of all "changing/~end". */
+static void *change_at_random(void *arg) {
+    job *j = arg;
+    unsigned seed = 7;
+    char key[32], value[32];
+    for (int i = 0; i < 300; i++) {
+        snprintf(key, sizeof key, "changing/%d", rand_r(&seed) % 20);
+        snprintf(value, sizeof value, "%d", i);
+        size_t nbytes = rand_r(&seed) % 4 ? strlen(value) : 0;
+        tb_status status = rand_r(&seed) % 3 ? tb__store_set(j->store, key, value, nbytes, TB__STORE_PERMANENT, NULL)
+                                             : tb__store_delete(j->store, key);
+        j->nfailures += status != TB_OK;
+        if (rand_r(&seed) % 8 == 0)
+            tb__sleep_ms(2);
     }
-    tb__store_entries_fini(&entries);
+    j->nfailures += tb__store_set(j->store, "changing/~end", "", 0, TB__STORE_PERMANENT, NULL) != TB_OK;
     return NULL;
 }
 
-/* Writes until the other has been told `nright` values, and has not been told `nunknown`. */
-static void write_and_tell(fixture *f, const char *text, int nright, int nunknown) {
-    told t = {.store = f->b, .expected = text};
-    pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_values, &t), 0);
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    while ((t.nright < nright || t.nunknown < nunknown) && tb__now_ms() < deadline_ms) {
-        set_text(f->a, "told/x", text);
-        tb__sleep_ms(5);
+static void assert_same_entries(const tb__store_entries *a, const tb__store_entries *b) {
+    assert_int_equal(a->count, b->count);
+    for (size_t i = 0; i < a->count; i++) {
+        assert_string_equal(a->item[i].key, b->item[i].key);
+        assert_int_equal(a->item[i].value.revision, b->item[i].value.revision);
+        assert_string_equal(a->item[i].value.data, b->item[i].value.data);
     }
-    uint64_t revision, since;
-    tb__store_value value;
-    assert_ok(tb__store_set(f->a, "other", "", 0, TB__STORE_PERMANENT, &since));
-    set_text(f->a, "told/x", text); /* before the wait begins */
-    assert_ok(tb__store_wait_value(f->a, "told/", since, PATIENCE_MS, &revision, &value));
-    assert_string_equal(value.nbytes > 0 ? value.data : "", nright > 0 ? text : "");
-    tb__store_value_fini(&value);
-    set_text(f->a, "told/x", text);
-    assert_ok(tb__store_wait_value(f->a, "told/", since, PATIENCE_MS, &revision, &value));
-    assert_true(is_etcd(f) || value.nbytes == 0); /* not the only one */
-    tb__store_value_fini(&value);
-    assert_true(t.nright >= nright && t.nunknown >= nunknown);
-    set_text(f->a, "told/end", text);
-    pthread_join(thread, NULL);
-    assert_int_equal(t.nwrong, 0);
-    assert_true(nright > 0 || t.nright == 0);
-    assert_ok(tb__store_delete(f->a, "told/end"));
-    assert_ok(tb__store_delete(f->a, "told/x"));
 }
 
-static void told_values(void **state) {
-    char text[TB__STORE_MAX_TOLD + 2];
-    memset(text, 'x', sizeof text);
-    text[TB__STORE_MAX_TOLD + 1] = '\0';
-    write_and_tell(*state, text + 1, 3, 0);
-    write_and_tell(*state, text, 0, 3);
-    write_and_tell(*state, "", 0, 3);
+/* Whoever lists once and applies what changes has what whoever lists at the end has. */
+static void followed_changes(void **state) {
+    fixture *f = *state;
+    tb__store_entries now, changes, next;
+    pthread_t thread;
+    job writer = {.store = f->a};
+    set_text(f->a, "changing/0", "before");
+    assert_ok(tb__store_list(f->b, "changing/", &now));
+    assert_int_equal(now.count, 1);
+    assert_int_equal(pthread_create(&thread, NULL, change_at_random, &writer), 0);
+    for (bool is_over = false; !is_over;) {
+        assert_ok(tb__store_wait_changes(f->b, "changing/", now.revision, PATIENCE_MS, &changes));
+        assert_false(changes.must_list);
+        assert_true(changes.count > 0 && changes.revision > now.revision);
+        assert_ok(tb__store_apply_changes(&now, &changes, &next));
+        tb__store_entries_fini(&changes);
+        tb__store_entries_fini(&now);
+        now = next;
+        is_over = now.count > 0 && strcmp(now.item[now.count - 1].key, "changing/~end") == 0;
+    }
+    pthread_join(thread, NULL);
+    assert_int_equal(writer.nfailures, 0);
+    assert_ok(tb__store_list(f->b, "changing/", &next));
+    assert_same_entries(&now, &next);
+    for (size_t i = 0; i < next.count; i++)
+        assert_ok(tb__store_delete(f->a, next.item[i].key));
+    assert_ok(tb__store_wait_changes(f->b, "changing/", next.revision, PATIENCE_MS, &changes));
+    assert_true(changes.count > 0 && !changes.item[0].value.data);
+    tb__store_entries_fini(&changes);
+    tb__store_entries_fini(&next);
+    tb__store_entries_fini(&now);
+}
+
+/* An embedded server remembers so many changes; after these, and for a revision of another store, one has to list. */
+static void forgotten_changes(void **state) {
+    fixture *f = *state;
+    uint64_t since;
+    tb__store_entries changes;
+    assert_ok(tb__store_set(f->a, "changing/0", "x", 1, TB__STORE_PERMANENT, &since));
+    for (int i = 0; i <= TB__STORE_LOG && !is_etcd(f); i++)
+        set_text(f->a, "other", "x");
+    assert_ok(
+        tb__store_wait_changes(f->b, "changing/", is_etcd(f) ? since + 1000000 : since - 1, PATIENCE_MS, &changes));
+    assert_true(changes.must_list && changes.count == 0 && changes.revision >= since);
+    tb__store_entries_fini(&changes);
+    assert_ok(tb__store_delete(f->a, "changing/0"));
 }
 
 static void *wait_for_rounds(void *arg) {
@@ -623,7 +631,7 @@ static void silent_hosts(void **state) {
 #define CONFORMANCE(OF)                                                                                                \
     OF(set_and_get), OF(largest), OF(compare_and_set), OF(create_guarded), OF(counters), OF(blocks), OF(prefixes),     \
         OF(namespaces), OF(deadlines), OF(changes), OF(ephemerals), OF(many_threads), OF(waiting_threads),             \
-        OF(told_values), OF(no_memory)
+        OF(followed_changes), OF(forgotten_changes), OF(no_memory)
 
 static int test_etcd(void) {
     const struct CMUnitTest tests[] = {CONFORMANCE(OVER_ETCD)};

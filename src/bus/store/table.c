@@ -197,29 +197,44 @@ tb_status tb__store_table_take_block(tb__store_table *table, tb__blob counter, t
     return TB_OK;
 }
 
-/* The last change under the prefix before revision `before`; NULL: none after `since`. */
-static const tb__logged_change *last_change(const tb__store_table *table, tb__blob prefix, uint64_t since,
-                                            uint64_t before) {
-    for (uint64_t r = before - 1; r > since; r--) {
-        const tb__logged_change *change = &table->log[r % TB__STORE_LOG];
-        if (tb__blob_starts_with((tb__blob){.data = change->key, .nbytes = change->nbytes}, prefix))
-            return change;
-    }
-    return NULL;
-}
-
 static bool is_logged(const tb__store_table *table, uint64_t since) {
     return since >= table->horizon && since <= table->revision;
 }
 
-bool tb__store_table_changed_since(const tb__store_table *table, tb__blob prefix, uint64_t since) {
-    return !is_logged(table, since) || last_change(table, prefix, since, table->revision + 1);
+/* The key of change `r`, if it is under the prefix; else nothing. */
+static tb__blob changed_key(const tb__store_table *table, tb__blob prefix, uint64_t r) {
+    const tb__logged_change *change = &table->log[r % TB__STORE_LOG];
+    tb__blob key = {.data = change->key, .nbytes = change->nbytes};
+    return tb__blob_starts_with(key, prefix) ? key : (tb__blob){0};
 }
 
-const tb__record *tb__store_table_only_change(const tb__store_table *table, tb__blob prefix, uint64_t since) {
-    const tb__logged_change *last =
-        is_logged(table, since) ? last_change(table, prefix, since, table->revision + 1) : NULL;
-    if (!last || last_change(table, prefix, since, last->revision))
-        return NULL;
-    return tb__store_table_find(table, (tb__blob){.data = last->key, .nbytes = last->nbytes});
+bool tb__store_table_changed_since(const tb__store_table *table, tb__blob prefix, uint64_t since) {
+    bool has_changed = !is_logged(table, since);
+    for (uint64_t r = table->revision; r > since && !has_changed; r--)
+        has_changed = changed_key(table, prefix, r).data;
+    return has_changed;
+}
+
+tb_status tb__store_table_add_change(const tb__record *record, tb__bytes *out) {
+    return record->is_removed
+               ? tb__store_add_entry(out, tb__record_key(record), 0, (tb__blob){0})
+               : tb__store_add_entry(out, tb__record_key(record), record->revision, tb__record_value(record));
+}
+
+bool tb__store_table_get_changes(const tb__store_table *table, tb__blob prefix, uint64_t since, tb__bytes *out,
+                                 uint64_t *count) {
+    if (!is_logged(table, since))
+        return false;
+    for (uint64_t r = since + 1; r <= table->revision; r++) {
+        tb__blob key = changed_key(table, prefix, r);
+        const tb__record *record = key.data ? tb__store_table_find(table, key) : NULL;
+        if (!key.data || (record && record->revision != r)) /* a later change has its value */
+            continue;
+        tb_status status =
+            record ? tb__store_table_add_change(record, out) : tb__store_add_entry(out, key, 0, (tb__blob){0});
+        if (status != TB_OK || out->count > TB__STORE_MAX_REPLY - 64)
+            return false;
+        ++*count;
+    }
+    return true;
 }

@@ -68,8 +68,12 @@ void tb__store_table_remove_ephemerals(tb__store_table *table, const tb__key_own
 
 /* True also if the log does not reach back to the revision, or the revision is not one of this table. */
 bool tb__store_table_changed_since(const tb__store_table *table, tb__blob prefix, uint64_t since);
-/* The record whose change is the only one under the prefix since then, according to the log; NULL: there is none. */
-const tb__record *tb__store_table_only_change(const tb__store_table *table, tb__blob prefix, uint64_t since);
+/* Appends the changes under the prefix since then, as the entries of an `l` field, unless there are more bytes. False:
+ * they are not known. */
+bool tb__store_table_get_changes(const tb__store_table *table, tb__blob prefix, uint64_t since, tb__bytes *out,
+                                 uint64_t *count);
+/* Appends one of them. */
+tb_status tb__store_table_add_change(const tb__record *record, tb__bytes *out);
 
 /* Counters are decimal numbers up to 2^63 - 1. False if it is none. */
 enum { TB__COUNTER_TEXT = 24 };
