@@ -132,8 +132,8 @@ static void give_up(tool_agent_view *view, tb_status status) {
     view->report = view->before = NULL;
 }
 
-static void ask(tool_agent_view *view, int64_t deadline_ms) {
-    tb__message question = {.kind = TB__INSPECT};
+static void ask(tool_agent_view *view, bool lists_tensors, int64_t deadline_ms) {
+    tb__message question = {.kind = TB__INSPECT, .lists_tensors = lists_tensors};
     tb__link_lock(view->link);
     tb_status status = tb__link_post(view->link, &question, NULL, 0, deadline_ms, &view->seq);
     tb__link_unlock(view->link);
@@ -191,7 +191,7 @@ void tool_agents_ask(tool_agents *agents, int timeout_ms) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     for (size_t i = 0; i < agents->list.count; i++) {
         if (agents->list.item[i].link)
-            ask(&agents->list.item[i], deadline_ms);
+            ask(&agents->list.item[i], agents->lists_tensors, deadline_ms);
     }
     for (size_t i = 0; i < agents->list.count; i++) {
         if (agents->list.item[i].is_asked)

@@ -1,5 +1,5 @@
-/* Agents of this machine: where their sockets are, and what they tell of themselves; what `agent`, `status` and `top`
- * share. */
+/* Agents of this machine: where their sockets are, and what they tell of themselves; what `agent`, `status`, `top`
+ * and `inspect` share. */
 #ifndef TB_TOOLS_AGENTS_H
 #define TB_TOOLS_AGENTS_H
 
@@ -40,6 +40,7 @@ typedef struct tool_agents {
     const char *socket; /* the only one; NULL: all in the user's folder */
     const char *token;  /* NULL: none */
     const char *name;   /* whom agents show */
+    bool lists_tensors; /* reports have a list of each batch's tensors */
     char folder[TOOL_MAX_FOLDER];
     TB_VEC(tool_agent_view) list;
 } tool_agents;
@@ -79,6 +80,10 @@ size_t tool_count_alive(const json_t *report);
 /* ---- The screen of `top` (top_screen.c) ---------------------------------------------------------------------- */
 
 void top_draw(tb__text *out, const tool_agents *agents);
+
+/* ---- What `inspect` says of one agent's tensors (inspect_agent.c) --------------------------------------------- */
+
+int tool_inspect_agent(const char *socket, const char *token_file, bool is_json);
 
 /* ---- HTTP of `agent` (agent_http.c, metrics.c) --------------------------------------------------------------- */
 

@@ -1,29 +1,32 @@
-/* tensorbus inspect: what is in a checkpoint. */
-#include "tools/tools.h"
+/* tensorbus inspect: what is in a checkpoint; the tensors that programs have registered with an agent. */
+#include "tools/agents.h"
 
 #include "format/checkpoint.h"
 
 #include <inttypes.h>
 #include <string.h>
 
-enum { JSON, NOPTIONS };
+enum { JSON, TOKEN_FILE, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [JSON] = {"json", NULL, "print JSON"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the agent's token"},
 };
 
 static const char details[] =
-    "FILE_OR_DIR is a safetensors file, or a directory with one of these, looked for in this order:\n"
+    "A checkpoint is a safetensors file, or a directory with one of these, looked for in this order:\n"
     "  model.safetensors               a model in one file\n"
     "  model.safetensors.index.json    a model in several files; its weight_map says which tensor is where\n"
     "  rank_0.safetensors, rank_1...   a file for each rank\n"
     "Headers are checked completely; data is not read. Tensors are sorted by name. What lies in the directory of\n"
     "a model but is not in its index, or beside the files of ranks, is told as ignored; `tensorbus reshard`\n"
-    "refuses such a directory. Where the tensors of a running program are, on a GPU or the host, `tensorbus status`\n"
-    "and tb_batch_dump say.\n"
+    "refuses such a directory.\n"
+    "An agent is `agent:` and the path of its socket. Shown are the tensors of its programs' batches: shape and\n"
+    "layout of the whole, the bytes that the program has of it, and the device that these are on.\n"
     "\n"
-    "Example:\n"
-    "  tensorbus inspect Llama-3.1-8B --json\n";
+    "Examples:\n"
+    "  tensorbus inspect Llama-3.1-8B --json\n"
+    "  tensorbus inspect agent:/run/trainer-0.sock\n";
 
 /* What is found, as it will be printed. Files are told of one after the other. */
 typedef struct report {
@@ -292,7 +295,12 @@ static void free_report(report *r) {
 }
 
 static int run(const tb__config *config, const char *const *value) {
+    static const char agent[] = "agent:";
     (void)config;
+    if (strncmp(value[TOOL_OPERAND], agent, sizeof agent - 1) == 0)
+        return tool_inspect_agent(value[TOOL_OPERAND] + sizeof agent - 1, value[TOKEN_FILE], value[JSON] != NULL);
+    if (value[TOKEN_FILE])
+        return tool_fail(2, "--token-file is for agents: agent:PATH");
     report r = {.path = value[TOOL_OPERAND], .is_json = value[JSON] != NULL, .index_nbytes = -1};
     tb__text out = {0};
     tb_status status = tb__checkpoint_look(r.path, &r.kind);
@@ -312,9 +320,9 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_inspect = {
     .name = "inspect",
-    .summary = "show the tensors of a checkpoint",
-    .usage = "FILE_OR_DIR [--json]",
-    .operand = "FILE_OR_DIR",
+    .summary = "show the tensors of a checkpoint, or of programs",
+    .usage = "CHECKPOINT_OR_AGENT [--json] [--token-file FILE]",
+    .operand = "CHECKPOINT_OR_AGENT",
     .details = details,
     .options = options,
     .run = run,

@@ -43,7 +43,7 @@ has() {
 }
 has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
-has inspect json
+has inspect json token-file
 has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json
 has store listen token-file insecure wait
 has config json

@@ -98,8 +98,8 @@ rm "$tmp/ranks/extra.safetensors" "$tmp/ranks/another.safetensors"
 
 # bad input
 bad=$tmp/bad.safetensors
-refused 'FILE_OR_DIR is missing' inspect
-refused 'FILE_OR_DIR is missing' inspect --json
+refused 'CHECKPOINT_OR_AGENT is missing' inspect
+refused 'CHECKPOINT_OR_AGENT is missing' inspect --json
 refused "unexpected argument 'b'" inspect a b
 refused "unknown option '-'" inspect -
 refused "unknown option '--frobnicate'" inspect "$golden/model" --frobnicate

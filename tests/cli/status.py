@@ -180,6 +180,21 @@ try:
     check(batch["memory"] == "host", f"{batch}")
     check(batch["state"] == "idle" and batch["version"] == 0 and batch["last"] is None, f"{batch}")
 
+    # Its tensors, and where they are.
+    text = tool("inspect", "--json", f"agent:{trainer_path}").stdout
+    inspected = json.loads(text)
+    check((inspected["kind"], inspected["path"]) == ("agent", trainer_path), f"inspect: {text}")
+    check([x["id"] for x in inspected["batches"]] == ["b"] and "list" not in batch, f"inspect: {text}")
+    wanted = {"name": "w", "pair": "p", "dtype": "f32", "shape": [64, 32], "layout": "mesh=1 place=Replicate",
+              "bytes": NBYTES, "memory": "host"}
+    check(inspected["batches"][0]["list"] == [wanted], f"inspect: {text}")
+    text = tool("inspect", f"agent:{trainer_path}").stdout
+    check(f"agent    trainer 0, {trainer_path}\nbatches  1\n\nbatch b of evil?[2J (" in text, f"inspect: {text}")
+    row = ["w", "p", "f32", "64,32", "mesh=1", "place=Replicate", str(NBYTES), "host"]
+    check(row in [line.split() for line in text.splitlines()] and "\x1b" not in text, f"inspect: {text}")
+    run = tool("inspect", f"agent:{trainer_path}.none", status=1)
+    check(run.stdout == "" and f"{trainer_path}.none" in run.stderr, f"inspect: {run}")
+
     # One that waits for the other side.
     seq = b.send(command("Transfer", batch_id="b", transfer_type="recv"))
     until(lambda: report(inference_path)["batches"][0]["state"] == "receiving", "it is not receiving")

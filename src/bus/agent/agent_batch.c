@@ -48,20 +48,20 @@ static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__c
     return TB_OK;
 }
 
-/* For reports. */
-static void note_device(agent_batch *b, const char *name) {
-    size_t length = strlen(name);
+/* For reports; the last place is for all that have none of their own. Returns the name with the batch's lifetime. */
+static const char *note_device(agent_batch *b, const char *name) {
+    const size_t most = sizeof b->devices / sizeof *b->devices;
+    size_t i = 0;
     pthread_mutex_lock(&b->lock);
-    const char *at = b->devices;
-    while ((at = strstr(at, name)) && at[length] != ',' && at[length] != '\0')
-        at += length;
-    size_t used = strlen(b->devices);
-    if (!at && used + 1 + length < sizeof b->devices)
-        snprintf(b->devices + used, sizeof b->devices - used, "%s%s", used ? "," : "", name);
+    while (i + 1 < most && b->devices[i][0] && strcmp(b->devices[i], name) != 0)
+        i++;
+    if (!b->devices[i][0])
+        snprintf(b->devices[i], sizeof b->devices[i], "%s", i + 1 < most ? name : "others");
     pthread_mutex_unlock(&b->lock);
+    return b->devices[i];
 }
 
-static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char **out) {
+static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char **out, const char **device) {
     agent_job *job = f->job;
     agent_memory *memory = m->fd < job->message.memories.count ? f->memories[m->fd] : NULL;
     if (!memory) {
@@ -73,7 +73,7 @@ static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char
         return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
                         m->nbytes, m->offset, whole->nbytes);
     *out = (char *)whole->base + m->offset;
-    note_device(job->batch, tb__device_unit_name(memory->adopted->device, whole->index));
+    *device = note_device(job->batch, tb__device_unit_name(memory->adopted->device, whole->index));
     return TB_OK;
 }
 
@@ -91,13 +91,14 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
     if (m->kind == TB__MEMORY_FD)
         TB_TRY(find_client_file(f, m, &file));
     const tb__client_file *unmapped = file && !file->base ? file : NULL;
+    const char *device = NULL;
     char where[64] = "host";
     if (m->copied_from)
         snprintf(where, sizeof where, "%s (copied by the client)", m->copied_from);
     else if (unmapped)
         snprintf(where, sizeof where, "host (file that is not sealed; copied)");
     if (m->kind != TB__MEMORY_DEVICE)
-        note_device(f->job->batch, where);
+        device = note_device(f->job->batch, where);
     if (m->kind == TB__MEMORY_ADDRESS || unmapped) {
         agent_mirror *mirror;
         status = tb__agent_get_mirror(f->job->batch, m, unmapped, f->batch_pair->held, &mirror);
@@ -110,8 +111,10 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
         *out = (char *)file->base + m->offset;
     } else {
         f->mirrored.is_all = false;
-        status = map_device_memory(f, m, out);
+        status = map_device_memory(f, m, out, &device);
     }
+    if (memory == TB__DATA)
+        f->mirrored.device = device;
     f->mirrored.is_known[memory] = status == TB_OK && (m->kind == TB__MEMORY_ADDRESS || m->address);
     f->mirrored.shift[memory] = m->address - (uint64_t)(uintptr_t)*out;
     return status;

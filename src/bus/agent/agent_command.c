@@ -289,7 +289,7 @@ static tb_status begin_cleanup(agent_job *job) {
 
 static tb_status reply_report(agent_job *job) {
     tb__plans_state plans;
-    TB_TRY(tb__agent_make_report(job->agent, job->session, &job->text));
+    TB_TRY(tb__agent_make_report(job->agent, job->session, job->message.lists_tensors, &job->text));
     tb__plans_query(job->agent->world, &plans);
     job->reply = (tb__message){.report = {(const uint8_t *)job->text, strlen(job->text)},
                                .plan_hits = tb__some_uint(plans.hits),
@@ -350,6 +350,13 @@ static tb_status run_await_members(agent_job *job) {
     return status;
 }
 
+static tb_status run_list_groups(agent_job *job) {
+    int left_ms = tb__ms_until(job->deadline_ms);
+    TB_TRY(tb_world_groups(job->agent->world, left_ms < 1 ? 1 : left_ms, &job->text));
+    job->reply.report = (tb__blob){(const uint8_t *)job->text, strlen(job->text)};
+    return TB_OK;
+}
+
 static void finish_register(agent_job *job) {
     agent_batch *b = job->batch;
     if (b->is_changing) {
@@ -400,6 +407,7 @@ static const struct command {
     [TB__CANCEL] = {HAS_BATCH, .now = tb__agent_cancel},
     [TB__INVALIDATE] = {MAY_WAIT, .begin = tb__agent_invalidate, .finish = tb__agent_finish_invalidate},
     [TB__DUMP] = {HAS_BATCH, .now = reply_dump},
+    [TB__LIST_GROUPS] = {MAY_WAIT | IS_NEW, .run = run_list_groups},
 };
 
 static tb_status check_command(agent_job *job) {

@@ -148,7 +148,7 @@ typedef struct agent_batch {
     pthread_cond_t unused;     /* one of nusers, or is_delivering, has changed */
     tb_batch *registering;     /* the batch, while it or a further pair is being registered */
     bool is_ending;            /* to be destroyed when its last job has ended */
-    char devices[128];         /* that its tensors are on: "host,cuda:0" */
+    char devices[8][64];       /* that its tensors are on: "host", "cuda:0" */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
     bool is_given_up[2];       /* it has to end */
@@ -375,7 +375,7 @@ bool tb__agent_has_mirrors(const agent_batch *batch);
 void tb__agent_mirrors_free(agent_batch *batch);
 
 /* agent_report.c: a JSON object, to be freed by the caller; `asker` is left out of its clients. */
-tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out);
+tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, bool lists_tensors, char **out);
 /* Answers threads that wait in tb__agent_report. */
 void tb__agent_serve_reports(tb__agent *agent);
 

@@ -107,10 +107,34 @@ static void report_signals(tb__text *out, const agent_batch *b) {
     }
 }
 
-static void report_batch(tb__text *out, agent_batch *b) {
+/* This rank's part of each tensor. Shapes and layouts are of the whole. */
+static void report_tensors(tb__text *out, const agent_batch *b) {
+    size_t n = b->batch && !b->is_changing ? b->batch->tensors.count : 0;
+    tb__text_add(out, ",\"list\":[");
+    for (size_t i = 0; i < n; i++) {
+        const tb__added_tensor *t = b->batch->tensors.item[i];
+        int64_t nbytes = 0;
+        (void)tb_shape_size(&t->binding.shape, t->binding.dtype, NULL, &nbytes);
+        tb__text_add(out, "%s{", i ? "," : "");
+        report_text(out, "name", t->name);
+        report_text(out, "pair", t->pair->name);
+        report_text(out, "dtype", t->encode ? t->encode : tb_dtype_name(t->dtype));
+        tb__text_add(out, ",\"shape\":[");
+        for (int d = 0; d < t->shape.ndim; d++)
+            tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
+        tb__text_add(out, "]");
+        report_text(out, "layout", t->layout ? t->layout : t->pair->sides[t->pair->side].layout);
+        tb__text_add(out, ",\"bytes\":%" PRId64, nbytes);
+        report_text(out, "memory", t->mirrored.device ? t->mirrored.device : "");
+        tb__text_add(out, "}");
+    }
+    tb__text_add(out, "]");
+}
+
+static void report_batch(tb__text *out, agent_batch *b, bool lists_tensors) {
     tb_transfer_state now[2] = {{.size = sizeof *now}, {.size = sizeof *now}}, last;
     bool is_moving[2], was_send;
-    char error[TB__WHY_MAX], why[SENTENCE] = "", devices[sizeof b->devices];
+    char error[TB__WHY_MAX], why[SENTENCE] = "", devices[sizeof b->devices + 16] = "";
     pthread_mutex_lock(&b->lock);
     for (int i = 0; i < 2; i++) {
         is_moving[i] = b->is_busy[i];
@@ -120,7 +144,8 @@ static void report_batch(tb__text *out, agent_batch *b) {
     last = b->last;
     was_send = b->was_send;
     snprintf(error, sizeof error, "%s", b->error);
-    memcpy(devices, b->devices, sizeof devices);
+    for (size_t i = 0, at = 0; i < sizeof b->devices / sizeof *b->devices && b->devices[i][0]; i++)
+        at += (size_t)snprintf(devices + at, sizeof devices - at, "%s%s", i ? "," : "", b->devices[i]);
     uint64_t version = b->version, nbytes = 0;
     bool is_mixed = b->is_mixed, is_torn = tb__agent_is_torn(b), is_in_doubt = b->received.is_in_doubt;
     size_t ntensors = 0;
@@ -167,14 +192,16 @@ static void report_batch(tb__text *out, agent_batch *b) {
         tb__text_add(out, "null");
     report_text(out, "error", error);
     report_text(out, "why", why);
+    if (lists_tensors)
+        report_tensors(out, b);
     tb__text_add(out, "}");
 }
 
-static void report_batches(tb__text *out, const tb__agent *agent) {
+static void report_batches(tb__text *out, const tb__agent *agent, bool lists_tensors) {
     const char *comma = "";
     for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
         tb__text_add(out, "%s", comma);
-        report_batch(out, b);
+        report_batch(out, b, lists_tensors);
         comma = ",";
     }
 }
@@ -236,7 +263,7 @@ static void report_plans(tb__text *out, const tb_world *world) {
                  s.kept, s.nbytes, s.limit, s.hits, s.misses, s.evicted);
 }
 
-tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out) {
+tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, bool lists_tensors, char **out) {
     tb__text text = {0};
     bool is_connected = tb__directory_is_connected(agent->world->directory);
     tb__text_add(&text, "{");
@@ -254,7 +281,7 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
     tb__text_add(&text, "],\"pairs\":[");
     report_pairs(&text, agent);
     tb__text_add(&text, "],\"batches\":[");
-    report_batches(&text, agent);
+    report_batches(&text, agent, lists_tensors);
     tb__text_add(&text, "],\"peers\":[");
     report_peers(&text, agent->world);
     tb__text_add(&text, "],\"totals\":{");
@@ -273,7 +300,7 @@ void tb__agent_serve_reports(tb__agent *agent) {
     if (!is_due)
         return;
     char *report = NULL;
-    tb__agent_make_report(agent, NULL, &report);
+    tb__agent_make_report(agent, NULL, false, &report);
     pthread_mutex_lock(&agent->report_lock);
     free(agent->report);
     agent->report = report;

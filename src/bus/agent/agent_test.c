@@ -19,6 +19,41 @@ static void both_ways(rank *r) {
     move_out(&s);
 }
 
+/* News of a seat that another rank has taken may come a moment later. */
+static void await_groups(const guest *c, const char *expected) {
+    bool is_same = false;
+    for (int64_t until_ms = tb__now_ms() + PATIENCE_MS; !is_same && tb__now_ms() < until_ms;) {
+        char *groups = NULL;
+        check_ok(tb_world_groups(c->world, 0, &groups));
+        is_same = strcmp(groups, expected) == 0;
+        free(groups);
+    }
+    check(is_same);
+}
+
+/* An agent lists the groups as the bus knows them: its own, the others, and one that is entered meanwhile. */
+static void list_groups(rank *r) {
+    guest *c = open_client(r);
+    char *groups = NULL;
+    await_groups(c, "2 2 a\n1 1 b\n");
+    meet(r);
+    if (is_a(r))
+        check_ok(tb_world_enter(c->world, "more", r->index, 3));
+    meet(r);
+    await_groups(c, "2 2 a\n1 1 b\n2 3 more\n");
+    meet(r);
+    if (!is_a(r)) {
+        seat_close((house *)r->scene, 2);
+        check_fails(tb_world_groups(c->world, 0, &groups), TB_LOST, "is gone");
+    }
+    guest_close(c);
+}
+
+static void test_list_groups(void **state) {
+    (void)state;
+    run_agents(list_groups, 2, 1);
+}
+
 static void test_both_ways(void **state) {
     (void)state;
     run_agents(both_ways, 2, 2);
@@ -456,7 +491,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_both_ways),  cmocka_unit_test(test_some_ranks),  cmocka_unit_test(test_shapes),
         cmocka_unit_test(test_neighbours), cmocka_unit_test(test_quantised),   cmocka_unit_test(test_many_clients),
-        cmocka_unit_test(test_later),      cmocka_unit_test(test_close_early),
+        cmocka_unit_test(test_later),      cmocka_unit_test(test_close_early), cmocka_unit_test(test_list_groups),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

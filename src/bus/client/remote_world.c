@@ -184,8 +184,15 @@ tb_status tb__remote_world_wait(tb_world *world, const char *group, int timeout_
 }
 
 tb_status tb__remote_world_groups(tb_world *world, int timeout_ms, char **out) {
-    (void)world, (void)timeout_ms, (void)out;
-    return tb__fail(TB_REFUSED, "an agent does not tell which groups are on the bus");
+    remote_world *w = (remote_world *)world;
+    tb__message m = {.kind = TB__LIST_GROUPS};
+    tb__link_reply *reply = NULL;
+    tb__text text = {0};
+    tb_status status = call(w, &m, tb__remote_timeout(w, timeout_ms), "listed the groups", &reply);
+    if (status == TB_OK)
+        tb__text_add(&text, "%.*s", (int)reply->message.report.nbytes, (const char *)reply->message.report.data);
+    tb__link_reply_free(reply);
+    return status == TB_OK ? tb__text_take(&text, out) : status;
 }
 
 int tb__remote_world_fd(const tb_world *world) {

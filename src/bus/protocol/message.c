@@ -130,6 +130,7 @@ static const tb__field proceed[] = {
 
 static const tb__field inspect[] = {
     COMMON,
+    FIELD("tensors", BOOL, OPTION, lists_tensors, ABOUT("batches also have a `list` of their tensors; default: false")),
 };
 
 static const tb__field enter[] = {
@@ -178,6 +179,11 @@ static const tb__field dump[] = {
     COMMON,
 };
 
+static const tb__field list_groups[] = {
+    COMMON,
+    TIMEOUT,
+};
+
 static const tb__field reply[] = {
     FIELD("seq", UINT, REQUIRED, seq, ABOUT("which frame of the connection it answers; the Hello is 0")),
     FIELD("status", STATUS, REQUIRED, status, MAX(MOST_STATUS), ABOUT("0, or a code")),
@@ -197,7 +203,7 @@ static const tb__field reply[] = {
     FIELD("groups_done", MAYBE_UINT, OPTION, groups_done, MAX(UINT32_MAX), ABOUT("groups of tensors that are done")),
     FIELD("groups_total", MAYBE_UINT, OPTION, groups_total, MAX(UINT32_MAX), ABOUT("of how many")),
     FIELD("error", SENTENCE, OPTION, error, ABOUT("why the last transfer failed; empty if it did not")),
-    FIELD("report", BIN, OPTION, report, ABOUT("Inspect: what the agent does, a JSON object; Dump: the text")),
+    FIELD("report", BIN, OPTION, report, ABOUT("Inspect: what the agent does, a JSON object; Dump and ListGroups: the text")),
     FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("Hello: the timeout of commands that have none")),
     FIELD("events", TEXTS, OPTION, reached, ABOUT("QueryStatus: what Events have told, or would have")),
     FIELD("torn", MAYBE_BOOL, OPTION, torn, ABOUT("QueryStatus: the tensors have parts of a version that failed")),
@@ -243,6 +249,7 @@ static const tb__schema schemas[] = {
     [TB__CANCEL] = SCHEMA("Cancel", cancel),
     [TB__INVALIDATE] = SCHEMA("Invalidate", invalidate),
     [TB__DUMP] = SCHEMA("Dump", dump),
+    [TB__LIST_GROUPS] = SCHEMA("ListGroups", list_groups),
 };
 /* clang-format on */
 

@@ -297,6 +297,7 @@ static void test_other_messages(void **state) {
     expect_message(&(tb__message){.kind = TB__CANCEL, .batch_id = "b0", .direction = TB__RECV});
     expect_message(&(tb__message){.kind = TB__INVALIDATE, .address = 0x7f5500001000, .nbytes = 4096});
     expect_message(&(tb__message){.kind = TB__DUMP, .batch_id = "b0", .direction = TB__SEND});
+    expect_message(&(tb__message){.kind = TB__LIST_GROUPS, .timeout_ms = 5000});
     expect_message(&(tb__message){.kind = TB__REPLY,
                                   .message = "",
                                   .version = tb__some_uint(TB__PROTOCOL_VERSION),

@@ -41,6 +41,7 @@ typedef enum tb__message_kind {
     TB__CANCEL,
     TB__INVALIDATE,
     TB__DUMP,
+    TB__LIST_GROUPS,
     TB__MESSAGE_KINDS
 } tb__message_kind;
 
@@ -119,6 +120,9 @@ typedef struct tb__message {
     tb__state_name state_name;
     tb__asked_direction asked; /* key `transfer_type`: `states` tells of that transfer */
     uint64_t question; /* the transfer_signal is the group's answer to it; 0: this rank's own. Also in the Reply */
+
+    /* Inspect */
+    bool lists_tensors; /* key `tensors` */
 
     /* Enter */
     uint64_t seat, seats; /* keys `index` and `size` */
