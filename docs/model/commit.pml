@@ -76,28 +76,30 @@ byte nfaults;
 #define MAY_GIVE_UP (nfaults > 0)
 
 inline check(v) {
-    c_i = 0;
-    c_n = 0;
-    do
-    :: c_i < N ->
-        if
-        :: out[IX(c_i, v)] == COMMIT -> c_n = c_n | 1
-        :: out[IX(c_i, v)] == ABORT -> c_n = c_n | 2
-        :: else
-        fi;
-        c_i++
-    :: else -> break
-    od;
-    assert(c_n != 3);
-    c_i = 0;
-    do
-    :: c_i < N ->
-        assert(!(c_n & 1) || (prepared[IX(c_i, v)] != 0 && prepared[IX(c_i, v)] == prepared[IX(0, v)]));
-        c_i++
-    :: else -> break
-    od;
-    c_i = 0;
-    c_n = 0
+    d_step {
+        c_i = 0;
+        c_n = 0;
+        do
+        :: c_i < N ->
+            if
+            :: out[IX(c_i, v)] == COMMIT -> c_n = c_n | 1
+            :: out[IX(c_i, v)] == ABORT -> c_n = c_n | 2
+            :: else
+            fi;
+            c_i++
+        :: else -> break
+        od;
+        assert(c_n != 3);
+        c_i = 0;
+        do
+        :: c_i < N ->
+            assert(!(c_n & 1) || (prepared[IX(c_i, v)] != 0 && prepared[IX(c_i, v)] == prepared[IX(0, v)]));
+            c_i++
+        :: else -> break
+        od;
+        c_i = 0;
+        c_n = 0
+    }
 }
 
 #if N == 2
@@ -135,25 +137,29 @@ inline check(v) {
 
 /* ---- Outputs ---- */
 inline send_all(r, what) {
-    if
-    :: r == LEAD ->
-        c_i = 1;
+    d_step {
+        if
+        :: r == LEAD ->
+            c_i = 1;
+            do
+            :: c_i < N -> unsent[c_i] = what; unsent_about[c_i] = cur[r]; c_i++
+            :: else -> break
+            od;
+            c_i = 0
+        :: else
+        fi
+    }
+}
+inline ask_all(r) {
+    d_step {
+        asks[r] = cur[r];
+        c_i = 0;
         do
-        :: c_i < N -> unsent[c_i] = what; unsent_about[c_i] = cur[r]; c_i++
+        :: c_i < N -> answered[r * N + c_i] = (c_i == r); c_i++
         :: else -> break
         od;
         c_i = 0
-    :: else
-    fi
-}
-inline ask_all(r) {
-    asks[r] = cur[r];
-    c_i = 0;
-    do
-    :: c_i < N -> answered[r * N + c_i] = (c_i == r); c_i++
-    :: else -> break
-    od;
-    c_i = 0
+    }
 }
 inline request(r, what) {
     request_mark[V(r)] = note[r];
@@ -164,26 +170,38 @@ inline request(r, what) {
 }
 /* What no step reads any more is cleared, so that states are equal. */
 inline clear(r) {
-    vec[r] = 0;
-    has_p[r] = false;
-    has_q[r] = false;
-    note[r] = 0;
-    asks[r] = 0;
-    c_i = 0;
-    do
-    :: c_i < N -> answered[r * N + c_i] = false; c_i++
-    :: else -> break
-    od;
-    c_i = 0;
-    heard[V(r)] = NONE;
-    reply[V(r)] = NONE
+    d_step {
+        vec[r] = 0;
+        has_p[r] = false;
+        has_q[r] = false;
+        note[r] = 0;
+        asks[r] = 0;
+        c_i = 0;
+        do
+        :: c_i < N ->
+            answered[r * N + c_i] = false;
+            if
+            :: r == LEAD -> told[IX(c_i, cur[r])] = 0; told_mark[IX(c_i, cur[r])] = 0
+            :: else
+            fi;
+            c_i++
+        :: else -> break
+        od;
+        c_i = 0;
+        heard[V(r)] = NONE;
+        reply[V(r)] = NONE
+    }
 }
+/* The lead is still to decide about the receive. */
+#define LEAD_LISTENS(v) (alive[LEAD] && (cur[LEAD] < v || (cur[LEAD] == v && out[IX(LEAD, v)] == NONE)))
 inline OUT_TELL_LEAD(r) {
     note[r] = mark;
     last_prepared[r] = cur[r];
     prepared[V(r)] = vec[r];
-    told[V(r)] = vec[r];
-    told_mark[V(r)] = mark
+    if
+    :: LEAD_LISTENS(cur[r]) -> told[V(r)] = vec[r]; told_mark[V(r)] = mark
+    :: else
+    fi
 }
 inline OUT_PASS_ON(r) { known[V(r)] = COMMIT; send_all(r, COMMIT) }
 inline OUT_DISCARD(r) { known[V(r)] = ABORT; out[V(r)] = ABORT; send_all(r, ABORT); check(cur[r]); clear(r) }
@@ -251,6 +269,13 @@ inline answer(me, who) {
 }
 
 /* ---- Ranks ---- */
+/* What a pair's data wait for is seen by the rank alone, and having all of it does not make a rank take the next step:
+ * with three ranks, all data arrive in one step, which leaves out states, but no order of what ranks tell each other. */
+#if N > 2
+#define ARRIVE_AT_ONCE(me) has_p[me] = true; has_q[me] = true
+#else
+#define ARRIVE_AT_ONCE(me) skip
+#endif
 #define TRANSITION(state, input, next, output)                                                                         \
     :: atomic { (busy == 0 || busy == me + 1) && alive[me] && st[me] == state && IN_##input(me) ->                     \
                 st[me] = next; OUT_##output(me); assert(st[me] < IN_DOUBT || serves[me] == 0);                         \
@@ -273,18 +298,18 @@ end:
                 fi;
                 cur[me]++;
                 if
-                :: me == LEAD -> vec[me] = 1; lead_vec[cur[me] - 1] = 1
+                :: me == LEAD -> vec[me] = 1; lead_vec[cur[me] - 1] = 1; ARRIVE_AT_ONCE(me)
                 :: else
                 fi }
     :: atomic { busy == 0 && alive[me] && me != LEAD && st[me] == IDLE && cur[me] > 0 && vec[me] == 0 && out[V(me)] == NONE &&
-                lead_vec[cur[me] - 1] != 0 && !has_left[me] -> vec[me] = lead_vec[cur[me] - 1] }
+                lead_vec[cur[me] - 1] != 0 && !has_left[me] -> vec[me] = lead_vec[cur[me] - 1]; ARRIVE_AT_ONCE(me) }
     :: atomic { busy == 0 && alive[me] && st[me] == IDLE && vec[me] != 0 && !has_p[me] -> has_p[me] = true }
     :: atomic { busy == 0 && alive[me] && st[me] == IDLE && has_p[me] && !has_q[me] -> has_q[me] = true }
     /* a rank that is not prepared aborts on its own, or hears that it has to */
     :: atomic { busy == 0 && alive[me] && st[me] == IDLE && cur[me] > 0 && out[V(me)] == NONE && !has_left[me] &&
                 (MAY_GIVE_UP || heard[V(me)] == ABORT) ->
                 out[V(me)] = ABORT; send_all(me, ABORT);
-                refused[me] = cur[me]; check(cur[me]); clear(me) }
+                refused[me] = (refused[me] > cur[me] -> refused[me] : cur[me]); check(cur[me]); clear(me) }
     /* messages of the lead, one by one */
     :: atomic { busy == 0 && alive[me] && me == LEAD && unsent[1] != NONE ->
                 if
@@ -334,6 +359,10 @@ inline apply(i, v, what) {
         :: alive[(i) / 2] && cur[(i) / 2] == v && out[i] == NONE && st[(i) / 2] != IDLE -> reply[i] = decision[v - 1]
         :: else
         fi
+    :: else
+    fi;
+    if
+    :: !request_commit[i] && !request_abort[i] -> request_mark[i] = 0
     :: else
     fi
 }
