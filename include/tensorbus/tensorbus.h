@@ -218,7 +218,7 @@ TB_API uint64_t tb_world_incarnation(const tb_world *world); /* how often this b
 TB_API tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms);
 
 /* The groups on the bus, one to a line, by name: how many of its seats are taken, of how many, and its name, as in
- * "1 2 trainer". To be freed by the caller with free(). TB_REFUSED by an agent. */
+ * "1 2 trainer". To be freed by the caller with free(). */
 TB_API tb_status tb_world_groups(tb_world *world, int timeout_ms, char **out);
 
 /* Of a `manual` world; other calls that wait make progress, too. */
@@ -722,6 +722,10 @@ TB_API tb_status tb_copy_submit_recv(tb_copy *copy, const tb_copy_view *views, s
  * rank was lost. */
 TB_API tb_status tb_copy_run(tb_copy *copy, int timeout_ms);
 
+/* Ends a run that another thread is in, with TB_CANCELLED, on every rank that has come to it; the next run can succeed.
+ * What a rank has all of succeeds nonetheless. Does nothing where none is under way. */
+TB_API void tb_copy_cancel(tb_copy *copy);
+
 /* Runs that need this rank fail from then on. What was submitted and not run is dropped. NULL is allowed. */
 TB_API void tb_copy_close(tb_copy *copy);
 
@@ -813,7 +817,7 @@ TB_API tb_status tb_reshard_execute_plan(tb_copy *copy, const tb_reshard_plan *p
  * protocol. Transport, workers, host and plan_bytes are the agent's own: what the program says of them does not count.
  * A group that a program enters is entered by the agent, which stays in it.
  *
- * What an agent can't do is refused (TB_REFUSED): worlds that are `manual`, tb_world_groups, transforms, copy services.
+ * What an agent can't do is refused (TB_REFUSED): worlds that are `manual`, transforms, copy services.
  * An agent and its program are in step by messages: a `committing` function that has not returned by the transfer's
  * deadline is not waited for, and some calls of `progress` may be left out.
  *

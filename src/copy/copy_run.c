@@ -14,6 +14,12 @@ enum { MOST_VIEWS = 1 << 24 }; /* in a run, on a rank */
 
 /* ---- Submitting ------------------------------------------------------------------------------------------------ */
 
+static void set_memory_kind(const tb_copy *copy, tb__match_view *v) {
+    tb__memory memory;
+    const tb__device *device = tb__loop_find_memory(copy->world->loop, v->data, v->nbytes > 0, &memory);
+    v->memory_kind = tb__device_memory_kind(device, &memory);
+}
+
 static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *views, size_t nviews, int32_t seat,
                         uint64_t task_id) {
     size_t first = copy->views.count;
@@ -33,6 +39,8 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
             status = tb__match_read(&view, &copy->views.item[first + i]);
         if (status == TB_OK)
             status = tb__world_check_memory(copy->world, view.memory, view.data, view.data != NULL);
+        if (status == TB_OK)
+            set_memory_kind(copy, &copy->views.item[first + i]);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor %zu", i);
     }
@@ -199,6 +207,7 @@ static void pack_end(tb__pack *pack, const tb__match_end *end) {
         for (uint32_t j = 0; j < end->ops[i].nviews; j++) {
             const tb__match_view *v = &end->views[end->ops[i].first_view + j];
             tb__pack_u32(pack, v->item_bits);
+            tb__pack_u64(pack, v->memory_kind);
             tb__pack_u32(pack, (uint32_t)v->shape.ndim);
             for (int d = 0; d < v->shape.ndim; d++)
                 tb__pack_i64(pack, v->shape.dim[d]);
@@ -235,6 +244,7 @@ typedef struct offer {
 
 static bool unpack_view(tb__unpack *u, tb__match_view *v) {
     v->item_bits = tb__unpack_u32(u);
+    v->memory_kind = tb__unpack_u64(u);
     v->dtype = tb__match_carrier(v->item_bits);
     uint32_t ndim = tb__unpack_u32(u);
     if (u->failed || v->dtype == TB_DTYPE_NONE || ndim < 1 || ndim > TB_MAX_DIMS)
@@ -248,7 +258,7 @@ static bool unpack_view(tb__unpack *u, tb__match_view *v) {
 static bool unpack_op(tb__unpack *u, offer *o, const tb__match_op *last) {
     tb__match_op op = {.task_id = tb__unpack_u64(u), .first_view = o->views.count, .number = o->ops.count};
     op.has_no_id = tb__unpack_u32(u) != 0;
-    op.nviews = (uint32_t)tb__unpack_count(u, 16);
+    op.nviews = (uint32_t)tb__unpack_count(u, 24);
     bool is_sorted = !last || (tb__match_compare(last, &op) < 0 && !tb__match_is_same_task(last, &op));
     if (u->failed || op.nviews == 0 || !is_sorted || !tb__vec_push(&o->ops, op) ||
         !tb__vec_reserve(&o->views, op.nviews))
@@ -428,6 +438,20 @@ static tb_status run_copy_service(tb_copy *copy) {
     TB_TRY(status);
     TB_TRY(count_votes(copy));
     return tb__copy_move(copy);
+}
+
+void tb_copy_cancel(tb_copy *copy) {
+    if (tb__world_is_inherited(copy->world))
+        return;
+    tb__loop *loop = copy->world->loop;
+    tb__loop_lock(loop);
+    bool is_late = copy->is_given_up && copy->is_late && !copy->flow;
+    if (copy->is_running && copy->broken == TB_OK && (!copy->is_given_up || is_late)) {
+        copy->is_given_up = false; /* otherwise this rank, aborted for being late, would take part in the next run */
+        (void)tb__copy_abort(copy, tb__fail(TB_CANCELLED, "%s: run %" PRIu64 " was cancelled by %s", copy->what,
+                                            copy->run, copy->peers[copy->self].label));
+    }
+    tb__loop_unlock(loop);
 }
 
 tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {

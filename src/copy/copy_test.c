@@ -2,6 +2,7 @@
 #include "bus/bus_test.h"
 
 #include "copy/copy.h"
+#include "flow/flow_inside.h"
 
 static tb_copy *open_service(rank *r, const tb_copy_opts *opts) {
     tb_copy *copy;
@@ -107,6 +108,59 @@ static void mixed(rank *r) {
         check(data[i] == i * 7);
     tb_copy_close(copy);
     free(data);
+}
+
+typedef struct packed {
+    const tb_copy *copy;
+    size_t nbytes;
+} packed;
+
+static void count_packed(void *arg, size_t bucket, tb_bucket_step step) {
+    packed *p = arg;
+    if (step == TB_BUCKET_PREPARED)
+        p->nbytes += (size_t)p->copy->flow->setup.ir->buckets[bucket].total_bytes;
+}
+
+/* All would fit into one bucket, and one of them can't be read in place: it lies in short runs, in memory that is not
+ * mapped. No other one is staged with it. */
+static void one_of_many(rank *r) {
+    enum { NMANY = 40, BAD = 17, N = 512 };
+    tb_copy *copy = open_service(r, NULL);
+    packed p = {.copy = copy};
+    uint32_t *good, *bad = malloc(2 * N * sizeof *bad);
+    const int64_t every_second[] = {2};
+    bool sends = r->index == 0;
+    check(bad);
+    check_ok(tb_alloc(NMANY * N * sizeof *good, (void **)&good));
+    for (uint32_t i = 0; i < NMANY * N; i++)
+        good[i] = sends ? i * 7 : POISON;
+    for (uint32_t i = 0; i < N; i++)
+        bad[2 * i] = good[BAD * N + i];
+    for (uint64_t i = 0; i < NMANY; i++) {
+        tb_copy_view v = row(good + i * N, N);
+        if (sends && i == BAD) {
+            v.data = bad;
+            v.strides = every_second;
+        }
+        if (sends)
+            send(copy, v, 1, i);
+        else
+            receive(copy, v, 0, i);
+    }
+    copy->on_bucket = count_packed;
+    copy->on_bucket_arg = &p;
+    check_ok(tb_copy_run(copy, 0));
+    for (uint32_t i = 0; i < NMANY * N; i++)
+        check(good[i] == i * 7);
+    check(p.nbytes == (sends ? N * sizeof *good : 0));
+    tb_copy_close(copy);
+    tb_free(good);
+    free(bad);
+}
+
+static void only_what_must_be_is_staged(void **state) {
+    (void)state;
+    run_ranks(one_of_many, 2, 0, NULL);
 }
 
 static void options_may_differ(void **state) {
@@ -699,6 +753,66 @@ static void taken_away(rank *r) {
     free(data);
 }
 
+static void await_running(const rank *r, const tb_copy *copy) {
+    for (bool is_running = false; !is_running; usleep(100)) {
+        tb__loop_lock(r->world->loop);
+        is_running = copy->is_running;
+        tb__loop_unlock(r->world->loop);
+    }
+}
+
+/* Rank 0 cancels its run: while it waits for rank 1, and then in the middle of it, at some moment. What a rank was told
+ * has succeeded is there; after a failure nothing hinders the next run. */
+static void cancel_runs(rank *r) {
+    enum { N = 2 << 20, NROUNDS = 12 };
+    tb_copy *copy = open_service(r, NULL);
+    runner n = {.copy = copy};
+    pthread_t thread;
+    uint32_t *data = malloc(sizeof *data * N);
+    tb_copy_cancel(copy); /* there is none */
+    for (int round = 0; round < NROUNDS; round++) {
+        bool is_send = (r->index == 0) == (round % 2 == 0), is_alone = round < 2;
+        set_all(data, N, is_send ? 7 : POISON);
+        tb_copy_view v = row(data, N);
+        check_ok((is_send ? tb_copy_submit_send : tb_copy_submit_recv)(copy, &v, 1, 1 - r->index, 3));
+        meet(r);
+        if (r->index == 0) {
+            check(pthread_create(&thread, NULL, run_elsewhere, &n) == 0);
+            if (is_alone)
+                await_running(r, copy);
+            else
+                usleep((useconds_t)(round * 300));
+            tb_copy_cancel(copy);
+            pthread_join(thread, NULL);
+            check(n.status == TB_CANCELLED || (n.status == TB_OK && !is_alone));
+            check(n.status == TB_OK || strstr(n.why, "was cancelled by"));
+            if (is_alone)
+                meet(r);
+        } else {
+            if (is_alone)
+                meet(r);
+            n.status = tb_copy_run(copy, SOON_MS); /* who comes after the end waits in vain */
+            check(n.status == TB_CANCELLED || n.status == TB_TIMEOUT || (n.status == TB_OK && !is_alone));
+        }
+        if (n.status == TB_OK || is_send || is_alone)
+            check(is_all(data, N, is_send || n.status == TB_OK ? 7 : POISON));
+        meet(r);
+        set_all(data, N, is_send ? 9 : POISON);
+        check_ok((is_send ? tb_copy_submit_send : tb_copy_submit_recv)(copy, &v, 1, 1 - r->index, 3));
+        meet(r);
+        check_ok(tb_copy_run(copy, 0));
+        check(is_all(data, N, 9));
+        meet(r);
+    }
+    tb_copy_close(copy);
+    free(data);
+}
+
+static void a_run_is_cancelled(void **state) {
+    (void)state;
+    run_ranks(cancel_runs, 2, 0, NULL);
+}
+
 /* What a rank copies to itself, and to others, in the middle of it. */
 static void taken_in_the_rush(rank *r) {
     enum { N = 2 << 20 };
@@ -751,6 +865,7 @@ int main(void) {
         cmocka_unit_test(runs_staged),
         cmocka_unit_test(runs_alone),
         cmocka_unit_test(options_may_differ),
+        cmocka_unit_test(only_what_must_be_is_staged),
         cmocka_unit_test(strides_and_several_tensors),
         cmocka_unit_test(ids_may_be_left_out_or_repeated),
         cmocka_unit_test(own_copies_are_converted),
@@ -762,6 +877,7 @@ int main(void) {
         cmocka_unit_test(a_rank_runs_ahead),
         cmocka_unit_test(a_rank_closes),
         cmocka_unit_test(a_rank_does_not_open),
+        cmocka_unit_test(a_run_is_cancelled),
         cmocka_unit_test(memory_is_taken_away),
         cmocka_unit_test(memory_is_taken_in_the_rush),
     };
