@@ -8,7 +8,7 @@ docs/python.md is the tutorial, and tells every call.
 """
 
 from ._batch import Batch, BatchState
-from ._bus import Bus, Group, join, join_async
+from ._bus import Bus, Group, Plans, join, join_async
 from ._c import lib as _lib
 from ._copy import CopyService, copy_service
 from ._errors import (
@@ -27,6 +27,7 @@ from ._errors import (
 from ._layout import Layout, Plan, PlanStats, Route, layout, plan
 from ._memory import Memory, empty
 from ._module import share
+from ._names import Match, Names, Part, apply_view, match_names
 from ._pair import Pair
 from ._torch import torch_allocator
 from ._transfer import Transfer, TransferState
@@ -46,23 +47,29 @@ __all__ = [
     "InDoubt",
     "Invalid",
     "Layout",
+    "Match",
     "Memory",
+    "Names",
     "OutOfMemory",
     "Pair",
+    "Part",
     "PeerLost",
     "Plan",
     "PlanStats",
+    "Plans",
     "Refused",
     "Route",
     "Superseded",
     "Timeout",
     "Transfer",
     "TransferState",
+    "apply_view",
     "copy_service",
     "empty",
     "join",
     "join_async",
     "layout",
+    "match_names",
     "plan",
     "share",
     "torch_allocator",

@@ -21,11 +21,11 @@ from ._c import (
     tb_transfer_opts,
 )
 from ._call import Call, awaiting, waiting
-from ._errors import Error, Invalid, Refused
-from ._handle import Handle
+from ._errors import Error, Invalid, Refused, Timeout
+from ._handle import Deadline, Handle
 from ._layout import Layout, layout
 from ._pair import Pair
-from ._transfer import EVENTS, Transfer
+from ._transfer import EVENTS, Transfer, TransferState
 
 if TYPE_CHECKING:
     from ._bus import Bus
@@ -53,6 +53,8 @@ class Batch(Handle):
         self.name, self.commit = name, commit
         self._opts, self._ties = opts, ties
         self._tensors: dict[Pair, list[tuple[str, _tensors.View, tb_tensor]]] = {}
+        self._gpu: str | None = None  # the first device of the tensors that is one
+        self._to_look_at: list[tuple[str, _tensors.View]] = []  # tensors that are checked before every transfer
         self._is_registered = False
         self._transfers: dict[bool, Transfer] = {}  # by is_send
         self._watches: list[tuple[Pair, _module.Watch]] = []  # of modules, which look at their tensors again
@@ -177,6 +179,7 @@ class Batch(Handle):
                 _add_all(batch, c_pair, new, nadded)
             finally:
                 del kept[nkept + nadded.value :]
+                self._count_tensors()
 
     def add_module(
         self,
@@ -198,8 +201,10 @@ class Batch(Handle):
         layout, or are replicated over ``mesh``.
 
         The batch keeps the module, not addresses: every transfer looks at each parameter again. One whose storage has
-        moved is sent from where it is; one whose layout has changed is refused, by name. So is a module that FSDP has
-        unsharded, unless ``reshard`` asks to reshard it first.
+        moved (``.data =``, ``.to()``, ``load_state_dict(assign=True)``, offloading) still travels through the memory
+        that was registered, which the batch keeps: before a send it is copied there, and after a receive from there.
+        One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
+        module that FSDP has unsharded, unless ``reshard`` asks to reshard it first.
         """
         watch = _module.Watch(
             module,
@@ -242,6 +247,7 @@ class Batch(Handle):
         with self._use() as batch, self._own(pair)._use() as c_pair:
             lib.tb_batch_remove_pair(batch, c_pair)
             self._tensors.pop(pair, None)
+            self._count_tensors()
             self._watches = [(other, watch) for other, watch in self._watches if other is not pair]
 
     def _registering(self, timeout: float | None = None) -> Call[Batch]:
@@ -264,6 +270,8 @@ class Batch(Handle):
 
     def state(self) -> BatchState:
         """What this process has received."""
+        if (receive := self._transfers.get(False)) is not None:
+            receive._land_if_done()
         state = tb_batch_state()
         with self._use() as batch:
             lib.tb_batch_query(batch, byref(state))
@@ -297,6 +305,27 @@ class Batch(Handle):
         """Every piece that this process sends or receives, one to a line, once it has been moved that way."""
         with self._use() as batch:
             return take_text(lib.tb_batch_dump, batch, _values.flag("is_send", is_send))
+
+    def signal(self, question: int, timeout: float | None = None, *, group: str | None = None) -> bool:
+        """Whether there is something to move, with the same answer on all ranks of the group that ask this question.
+
+        So all ranks of an engine take the same branch. Programs number their questions from 1, on all ranks alike. The
+        default ``timeout`` is 30 seconds.
+        """
+        out = c_bool()
+        question = _values.integer("question", question, 1, 2**64 - 1)
+        c_group = _values.optional_text("group", group)
+        deadline = Deadline(30.0 if timeout is None else _values.milliseconds("timeout", timeout) / 1000)
+        while True:
+            left = deadline.left
+            try:
+                with self._use() as batch:  # for a while at a time, so that signals are handled
+                    milliseconds = 50 if left is None else min(50, int(left * 1000) + 1)
+                    lib.tb_batch_signal(batch, c_group, question, milliseconds, byref(out))
+                return out.value
+            except Timeout:
+                if deadline.is_over:
+                    raise
 
     # -- Transfers --
 
@@ -337,6 +366,53 @@ class Batch(Handle):
         """
         return self._transfer(False, timeout, wait, group, skip_lost, hold, whole_group, stream)
 
+    def reshard(
+        self,
+        source: str,
+        timeout: float | None = None,
+        *,
+        skip_lost: bool = False,
+        whole_group: bool = False,
+        stream: int | None = None,
+    ) -> tuple[TransferState | None, TransferState | None]:
+        """Moves the batch once, from group ``source`` to the groups that it exchanges with, and waits until it is done.
+
+        This process sends, receives, or does both, whichever groups it is in; so all processes of a job make the same
+        call. The states are those of the two transfers; None for one that it had no part in.
+
+        >>> import tempfile, numpy, tensorbus as tb
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tb.join(f"unix:{folder}/bus", "rows", index=0, size=1) as bus:
+        ...         bus.enter("columns", 0, 1)
+        ...         x, y = numpy.arange(6.0).reshape(2, 3), numpy.zeros((2, 3))
+        ...         batch = bus.batch("step")
+        ...         batch.add(bus.pair("p", "columns", "mesh=1 place=S0", group="rows", wait=False), "w", x)
+        ...         batch.add(bus.pair("p", "rows", "mesh=1 place=S1", group="columns", wait=False), "w", y)
+        ...         sent, received = batch.reshard("rows", timeout=20.0)
+        ...         y.tolist(), received.version
+        ([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], 1)
+        """
+        _values.text("source", source)
+        sends = any(pair.group == source for pair in self._tensors)
+        targets = {pair.group for pair in self._tensors if pair.remote == source}
+        if not sends and not targets:
+            raise Invalid(f"group {source!r} is in no pair of batch '{self.name}'")
+        if len(targets) > 1:
+            raise Refused(f"batch '{self.name}' is received as the groups {', '.join(map(repr, sorted(targets)))}")
+        begun: list[Transfer] = []
+        try:
+            for target in targets:
+                begun.append(self._transfer(False, timeout, None, target, skip_lost, False, whole_group, stream))
+            if sends:
+                begun.append(self._transfer(True, timeout, None, source, skip_lost, False, whole_group, stream))
+            for transfer in reversed(begun):
+                transfer.wait("committed")
+            states = {transfer.is_send: transfer.state() for transfer in begun}
+        finally:
+            for transfer in begun:
+                transfer.close()
+        return states.get(True), states.get(False)
+
     def _transfer(
         self,
         is_send: bool,
@@ -358,15 +434,20 @@ class Batch(Handle):
         event = None if wait is None else _values.choice("wait", wait, EVENTS)
         self._look_again(is_send)
         self._reap(is_send)
-        for _, watch in self._watches:
-            watch.look(is_send)
+        moved = [pair for _, watch in self._watches for pair in watch.look()]
         if not self._is_registered:
             self.register(timeout)
         handle = self._stream(stream)
         if handle is not None:
             opts.stream = ctypes.addressof(handle)
         transfer = Transfer(self, is_send)
-        with self._use() as batch:
+        if is_send and moved:
+            _module.copy_moved(moved, True, stream)
+        elif moved:
+            transfer._moved, transfer._stream = moved, stream
+        self._check_ours()
+        with self._lock:
+            batch = self._get()
             self._transfers[is_send] = transfer  # before it begins: it is never lost, whatever interrupts this
             (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
         if event is not None:
@@ -381,17 +462,21 @@ class Batch(Handle):
         """A handle of the stream that orders the tensors; None: all are in CPU memory."""
         if stream is not None:
             return c_void_p(_values.integer("stream", stream, 0, 2**64 - 1))
-        for tensors in self._tensors.values():
-            for _, view, _ in tensors:
-                if view.device != "host":
-                    found = _tensors.current_stream(view.device)
-                    return None if found is None else c_void_p(found)
-        return None
+        if self._gpu is None:
+            return None
+        found = _tensors.current_stream(self._gpu)
+        return None if found is None else c_void_p(found)
+
+    def _count_tensors(self) -> None:
+        """Finds what every transfer needs to know of the tensors, once they have changed."""
+        every = [tensor for tensors in self._tensors.values() for tensor in tensors]
+        self._gpu = next((view.device for _, view, _ in every if view.device != "host"), None)
+        self._to_look_at = [(name, v) for name, v, _ in every if v.is_readonly or v.look_again is not None]
 
     def _look_again(self, is_send: bool) -> None:
         """Refuses, by name, tensors that can't be used any more as they were added."""
-        for tensors in self._tensors.values():
-            for name, view, _ in tensors:
+        if self._to_look_at:
+            for name, view in self._to_look_at:
                 try:
                     if view.is_readonly and not is_send:
                         raise Invalid("it is read-only, and can't be received into")
@@ -419,6 +504,7 @@ class Batch(Handle):
             self._bus._batches.remove(self)
             lib.tb_batch_destroy(handle)
             self._tensors.clear()
+            self._to_look_at.clear()
             self._watches.clear()
 
 

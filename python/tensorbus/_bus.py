@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from ctypes import byref, c_char_p, c_int32
+from ctypes import byref, c_char_p, c_int32, c_uint64
 from typing import Any, NamedTuple
 
 from . import _tensors, _values
@@ -15,8 +15,8 @@ from ._batch import COMMITS, Batch
 from ._c import TB_MAX_RANKS, lib, take_text, tb_batch_opts, tb_pair_opts, tb_world_opts
 from ._call import Call, awaiting, waiting
 from ._copy import CopyService
-from ._errors import Invalid
-from ._handle import Handle
+from ._errors import Invalid, Timeout
+from ._handle import Deadline, Handle
 from ._layout import Layout
 from ._pair import Pair
 
@@ -97,6 +97,8 @@ def _joining(
         name=_values.optional_text("name", name),
     )
     bus = Bus(f"{group} {index} of {size}")
+    if opts.timeout_ms:
+        bus._timeout = opts.timeout_ms / 1000
     arguments = (c_url, c_group, index, size, byref(opts))
     return Call(f"joining {url}", None, bus, bus._handle, bus._begin, lib.tb_call_join, *arguments)
 
@@ -112,11 +114,20 @@ class Group(NamedTuple):
     size: int
 
 
+class Plans(NamedTuple):
+    """How often batches of a bus found their plan ready, and what is kept."""
+
+    hits: int
+    misses: int  # plans that had to be made
+    nbytes: int  # of plans that are kept
+
+
 class Bus(Handle):
     """A process's seat on the bus; made by ``tb.join``. Closing it closes its batches and pairs first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
+        self._timeout = 30.0  # seconds, of calls that are given none
         self._pairs: list[Pair] = []
         self._batches: list[Batch] = []
         self._services: list[CopyService] = []
@@ -133,7 +144,7 @@ class Bus(Handle):
         _live.add(self)
 
     def groups(self, timeout: float | None = None) -> dict[str, Group]:
-        """The groups on the bus, by name: how many of their seats are taken, of how many. An agent does not tell.
+        """The groups on the bus, by name: how many of their seats are taken, of how many.
 
         >>> import tempfile, tensorbus as tb
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -146,6 +157,36 @@ class Bus(Handle):
             lines = take_text(lib.tb_world_groups, world, timeout_ms).splitlines()
         found = (line.split(" ", 2) for line in lines)
         return {name: Group(int(present), int(size)) for present, size, name in found}
+
+    def wait(self, group: str, timeout: float | None = None) -> None:
+        """Waits until every seat of the group is taken; ``Timeout`` names those that are not.
+
+        >>> import tempfile, tensorbus as tb
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tb.join(f"unix:{folder}/bus", group="trainer", index=0, size=2) as bus:
+        ...         bus.wait("trainer", timeout=0.01)
+        Traceback (most recent call last):
+        tensorbus._errors.Timeout: group 'trainer' has 1 of 2 ranks; missing: 1
+        """
+        c_group = _values.text("group", group)
+        deadline = Deadline(self._timeout if timeout is None else _values.milliseconds("timeout", timeout) / 1000)
+        while True:
+            left = deadline.left or 0.0
+            try:
+                with self._use() as world:  # for a while at a time, so that signals are handled
+                    lib.tb_world_wait(world, c_group, min(50, int(left * 1000) + 1))
+                return
+            except Timeout:
+                if deadline.is_over:
+                    raise
+
+    @property
+    def plans(self) -> Plans:
+        """How often a batch found its plan ready, how often one had to be made, and the memory of those kept."""
+        hits, misses = c_uint64(), c_uint64()
+        with self._use() as world:
+            lib.tb_world_plan_counters(world, byref(hits), byref(misses))
+            return Plans(hits.value, misses.value, lib.tb_world_plan_bytes(world))
 
     @property
     def seats(self) -> dict[str, tuple[int, int]]:
@@ -189,7 +230,7 @@ class Bus(Handle):
             timeout_ms=_values.milliseconds("timeout", timeout),
             no_wait=not _values.flag("wait", wait),
         )
-        pair = Pair(self, name, remote, layout, *self._seats[here])
+        pair = Pair(self, name, here, remote, layout, *self._seats[here])
         arguments = (c_name, c_remote, pair._c_layout(), byref(opts))
         self._pairs.append(pair)  # before it is made: it is never lost, whatever interrupts this
         return Call(f"making {pair._what}", self, pair, pair._handle, lambda: None, lib.tb_call_pair, *arguments)

@@ -78,6 +78,28 @@ class tb_phase(enum.IntEnum):
     TB_PHASE_COUNT = 6
 
 
+class tb_chunk_mode(enum.IntEnum):
+    TB_P2P = 0
+    TB_BROADCAST = 1
+    TB_LOCAL = 2
+    TB_NONE = 3
+
+
+class tb_reduce_op(enum.IntEnum):
+    TB_SUM = 0
+    TB_AVG = 1
+    TB_MIN = 2
+    TB_MAX = 3
+    TB_PRODUCT = 4
+
+
+class tb_bucket_step(enum.IntEnum):
+    TB_BUCKET_PREPARED = 0
+    TB_BUCKET_LAUNCHED = 1
+    TB_BUCKET_COMPLETE = 2
+    TB_BUCKET_FINALISED = 3
+
+
 # ---- Structs --------------------------------------------------------------------------------------------------------
 
 Dims = c_int64 * TB_MAX_DIMS
@@ -221,6 +243,63 @@ class tb_copy_view(_Sized):
     ]
 
 
+class tb_rule(Structure):
+    _fields_ = [("match", c_char_p), ("name", c_char_p), ("view", c_char_p)]
+
+
+class tb_names_opts(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("layer_pattern", c_char_p),
+        ("stage", c_int32),
+        ("nstages", c_int32),
+        ("chunk", c_int32),
+        ("nchunks", c_int32),
+        ("nlayers", c_int64),
+        ("first_layers", POINTER(c_int64)),
+        ("expert_pattern", c_char_p),
+        ("expert_rank", c_int32),
+        ("nexpert_ranks", c_int32),
+        ("nexperts", c_int64),
+        ("expert_map", POINTER(c_int64)),
+        ("nexpert_map", c_size_t),
+        ("rules", POINTER(tb_rule)),
+        ("nrules", c_size_t),
+    ]
+
+
+class tb_part(Structure):
+    _fields_ = [("param", c_size_t), ("name", c_char_p), ("view", c_void_p), ("text", c_char_p)]
+
+
+class tb_parts(Structure):
+    _fields_ = [("count", c_size_t), ("part", POINTER(tb_part))]
+
+
+class tb_match_opts(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("ties", POINTER(tb_tie)),
+        ("nties", c_size_t),
+        ("ignored", POINTER(c_char_p)),
+        ("nignored", c_size_t),
+        ("allow_unmatched", c_bool),
+    ]
+
+
+class tb_match(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("nmatched", c_size_t),
+        ("source", POINTER(c_size_t)),
+        ("target", POINTER(c_size_t)),
+        ("nonly_source", c_size_t),
+        ("nonly_target", c_size_t),
+        ("only_source", POINTER(c_size_t)),
+        ("only_target", POINTER(c_size_t)),
+    ]
+
+
 class tb_segment(Structure):
     _fields_ = [("start", c_int64), ("stop", c_int64)]
 
@@ -282,6 +361,127 @@ class tb_plan_stats(_Sized):
     ]
 
 
+class tb_binding(Structure):
+    _fields_ = [("base", c_void_p), ("offset", c_int64), ("dtype", c_int), ("shape", tb_shape), ("strides", Dims)]
+
+
+class tb_tensor_spec(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("name", c_char_p),
+        ("shape", tb_shape),
+        ("src", c_void_p),
+        ("dst", c_void_p),
+        ("src_dtype", c_int),
+        ("dst_dtype", c_int),
+        ("wire_dtype", c_int),
+        ("group", c_uint32),
+        ("band", c_int64),
+        ("coded", c_bool),
+        ("coded_nbytes", c_void_p),
+        ("coded_arg", c_void_p),
+        ("whole", c_bool),
+        ("memory_kind", c_uint64),
+    ]
+
+
+class tb_chunk(Structure):
+    _fields_ = [
+        ("mode", c_int),
+        ("is_source", c_bool),
+        ("is_target", c_bool),
+        ("is_coded", c_bool),
+        ("tensor", c_uint32),
+        ("group", c_uint32),
+        ("id", c_uint64),
+        ("part", c_uint32),
+        ("source", c_int32),
+        ("ntargets", c_uint32),
+        ("targets", POINTER(c_int32)),
+        ("ncontributors", c_uint32),
+        ("contributors", POINTER(c_int32)),
+        ("op", c_int),
+        ("divisor", c_uint64),
+        ("src_cell", c_uint64),
+        ("dst_cell", c_uint64),
+        ("ndim", c_int),
+        ("len", Dims),
+        ("src", tb_box),
+        ("dst", tb_box),
+        ("order", c_int64),
+        ("src_dtype", c_int),
+        ("wire_dtype", c_int),
+        ("nbytes", c_int64),
+        ("is_whole", c_bool),
+        ("memory_kind", c_uint64),
+    ]
+
+
+class tb_bucket_entry(Structure):
+    _fields_ = [("chunk", c_size_t), ("offset", c_int64), ("nbytes", c_int64)]
+
+
+class tb_bucket(Structure):
+    _fields_ = [
+        ("channel", c_size_t),
+        ("group", c_uint32),
+        ("first_entry", c_size_t),
+        ("nentries", c_size_t),
+        ("total_bytes", c_int64),
+    ]
+
+
+class tb_channel(Structure):
+    _fields_ = [
+        ("first_bucket", c_size_t),
+        ("nbuckets", c_size_t),
+        ("max_in_flight", c_uint32),
+        ("via", POINTER(c_int32)),
+    ]
+
+
+class tb_ir(Structure):
+    _fields_ = [
+        ("rank", c_int32),
+        ("bucket_size", c_int64),
+        ("ntensors", c_size_t),
+        ("names", POINTER(c_char_p)),
+        ("nchunks", c_size_t),
+        ("nentries", c_size_t),
+        ("nbuckets", c_size_t),
+        ("nchannels", c_size_t),
+        ("chunks", POINTER(tb_chunk)),
+        ("entries", POINTER(tb_bucket_entry)),
+        ("buckets", POINTER(tb_bucket)),
+        ("channels", POINTER(tb_channel)),
+    ]
+
+
+class tb_ir_opts(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("bucket_size", c_int64),
+        ("staging_bytes", c_int64),
+        ("max_in_flight", c_uint32),
+        ("direct", c_bool),
+        ("plan", POINTER(tb_plan_opts)),
+    ]
+
+
+class tb_ir_part(_Sized):
+    _fields_ = [("size", c_size_t), ("src", POINTER(tb_binding)), ("dst", POINTER(tb_binding))]
+
+
+class tb_ir_execute_opts(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("timeout_ms", c_int),
+        ("bus_ranks", c_bool),
+        ("progress", CFUNCTYPE(None, c_void_p, c_size_t, c_int)),
+        ("arg", c_void_p),
+    ]
+
+
 # ---- Functions ------------------------------------------------------------------------------------------------------
 
 _INT = POINTER(c_int)
@@ -292,6 +492,7 @@ _U64 = POINTER(c_uint64)
 _OUT = POINTER(c_void_p)
 _SHAPE = POINTER(tb_shape)
 _STATE = POINTER(tb_transfer_state)
+_IR = POINTER(POINTER(tb_ir))
 
 # The result (tb_status: checked) and the parameters of each.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -311,6 +512,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_call_result": (tb_status, c_void_p, _OUT),
     "tb_call_destroy": (None, c_void_p),
     "tb_world_enter": (tb_status, c_void_p, c_char_p, c_int32, c_int32),
+    "tb_world_wait": (tb_status, c_void_p, c_char_p, c_int),
     "tb_world_groups": (tb_status, c_void_p, c_int, _OUT),
     "tb_world_destroy": (None, c_void_p),
     "tb_world_seat": (None, c_void_p, POINTER(c_char_p), _I32, _I32),
@@ -318,6 +520,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_world_incarnation": (c_uint64, c_void_p),
     "tb_world_invalidate": (tb_status, c_void_p, c_void_p, c_size_t),
     "tb_world_plan_counters": (None, c_void_p, _U64, _U64),
+    "tb_world_plan_bytes": (c_uint64, c_void_p),
     "tb_pair_destroy": (None, c_void_p),
     "tb_batch_create": (tb_status, c_void_p, c_char_p, POINTER(tb_batch_opts), _OUT),
     "tb_batch_add_all": (tb_status, c_void_p, c_void_p, POINTER(c_char_p), POINTER(tb_tensor), c_size_t, _SIZE),
@@ -327,6 +530,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_batch_epoch": (c_uint64, c_void_p),
     "tb_batch_version": (tb_status, c_void_p, c_void_p, _U64, POINTER(c_bool)),
     "tb_batch_query": (tb_status, c_void_p, POINTER(tb_batch_state)),
+    "tb_batch_signal": (tb_status, c_void_p, c_char_p, c_uint64, c_int, POINTER(c_bool)),
     "tb_batch_destroy": (None, c_void_p),
     "tb_send": (tb_status, c_void_p, POINTER(tb_transfer_opts), _OUT),
     "tb_recv": (tb_status, c_void_p, POINTER(tb_transfer_opts), _OUT),
@@ -343,7 +547,25 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_copy_submit_send": (tb_status, c_void_p, POINTER(tb_copy_view), c_size_t, c_int32, c_uint64),
     "tb_copy_submit_recv": (tb_status, c_void_p, POINTER(tb_copy_view), c_size_t, c_int32, c_uint64),
     "tb_copy_run": (tb_status, c_void_p, c_int),
+    "tb_copy_cancel": (None, c_void_p),
     "tb_copy_close": (None, c_void_p),
+    "tb_names_create": (tb_status, POINTER(tb_names_opts), _OUT),
+    "tb_names_destroy": (None, c_void_p),
+    "tb_names_resolve": (tb_status, c_void_p, POINTER(c_char_p), c_size_t, POINTER(tb_parts)),
+    "tb_parts_fini": (None, POINTER(tb_parts)),
+    "tb_match_names": (
+        tb_status,
+        POINTER(c_char_p),
+        c_size_t,
+        POINTER(c_char_p),
+        c_size_t,
+        POINTER(tb_match_opts),
+        POINTER(tb_match),
+    ),
+    "tb_match_fini": (None, POINTER(tb_match)),
+    "tb_view_parse": (tb_status, c_char_p, _OUT),
+    "tb_view_destroy": (None, c_void_p),
+    "tb_view_apply": (tb_status, c_void_p, _SHAPE, c_void_p, _SHAPE, _OUT),
     "tb_layout_parse": (tb_status, c_char_p, _OUT),
     "tb_layout_destroy": (None, c_void_p),
     "tb_layout_format": (tb_status, c_void_p, _OUT),
@@ -364,6 +586,14 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_plan_check": (tb_status, c_void_p),
     "tb_plan_stats_compute": (tb_status, c_void_p, POINTER(tb_plan_stats)),
     "tb_plan_stats_fini": (None, POINTER(tb_plan_stats)),
+    "tb_plan_grids": (None, c_void_p, _SHAPE, _SHAPE),
+    "tb_plan_cache_create": (tb_status, _OUT),
+    "tb_plan_cache_destroy": (None, c_void_p),
+    "tb_ir_create": (tb_status, c_int32, POINTER(tb_tensor_spec), c_size_t, c_void_p, POINTER(tb_ir_opts), _IR),
+    "tb_ir_destroy": (None, POINTER(tb_ir)),
+    "tb_ir_dump_text": (tb_status, POINTER(tb_ir), _OUT),
+    "tb_batch_ir": (tb_status, c_void_p, c_bool, _IR),
+    "tb_ir_execute": (tb_status, c_void_p, POINTER(tb_ir), POINTER(tb_ir_part), POINTER(tb_ir_execute_opts)),
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import _tensors, _values
 from ._c import TB_MAX_DIMS, lib, tb_copy_opts, tb_copy_view
 from ._errors import Error, Invalid
-from ._handle import Handle
+from ._handle import Handle, make_interruptible
 
 if TYPE_CHECKING:
     from ._bus import Bus
@@ -59,7 +59,7 @@ class CopyService(Handle):
                 for view in self._held:
                     if view.look_again is not None:
                         view.look_again()
-                lib.tb_copy_run(copy, timeout_ms)
+                make_interruptible(lambda: lib.tb_copy_run(copy, timeout_ms), lambda: lib.tb_copy_cancel(copy))
             finally:
                 self._held.clear()
 
@@ -124,7 +124,7 @@ def copy_service(
     """
     group = bus.group if group is None else group
     c_name, c_group = _values.text("name", name), _values.text("group", group)
-    if group not in bus.groups():
+    if group not in bus.seats:
         raise Invalid(f"this process is not in group {group!r}")
     opts = tb_copy_opts(
         timeout_ms=_values.milliseconds("timeout", timeout),
@@ -134,7 +134,8 @@ def copy_service(
         staged=_values.flag("staged", staged),
         convert_local=_values.flag("convert_local", convert_local),
     )
-    service = CopyService(bus, group, bus.groups()[group][1])
+    service = CopyService(bus, group, bus.seats[group][1])
+    bus.wait(group, timeout)
     with bus._use() as world:
         lib.tb_copy_open(world, c_name, c_group, byref(opts), byref(service._handle))
     bus._services.append(service)

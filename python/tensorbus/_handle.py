@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_void_p
 from types import TracebackType
@@ -58,18 +58,26 @@ class Handle:
         """Whether it was closed."""
         return not self._handle
 
-    @contextmanager
-    def _use(self) -> Iterator[c_void_p]:
-        """The handle, for a call."""
-        if self._is_inherited:
+    def _check_ours(self) -> None:
+        """Refuses what was made before a fork; its lock may be held by a thread that this process does not have."""
+        if self._forks_before != _nforks:
             raise Refused(
                 f"this {self._what} belongs to process {self._made_by}; a forked child can't use it: join again, or "
                 "start children by spawn"
             )
+
+    def _get(self) -> c_void_p:
+        """The handle. With the lock held."""
+        if not self._handle:
+            raise Invalid(f"{self._what} is closed")
+        return self._handle
+
+    @contextmanager
+    def _use(self) -> Iterator[c_void_p]:
+        """The handle, for a call. Where microseconds count, callers do the same by hand."""
+        self._check_ours()
         with self._lock:
-            if not self._handle:
-                raise Invalid(f"{self._what} is closed")
-            yield self._handle
+            yield self._get()
 
     def _take(self) -> c_void_p | None:
         """The handle, which nobody else gets any more; None: somebody else has closed it."""
@@ -110,6 +118,39 @@ def is_readable(fd: int, milliseconds: float = 0) -> bool:
 def sleep_until_readable(fd: int, seconds: float | None = None) -> None:
     """Sleeps until the descriptor is readable, for so long at most, or a while. Signals are handled meanwhile."""
     is_readable(fd, 1000 * (_SLICE_S if seconds is None else min(seconds, _SLICE_S)))
+
+
+def make_interruptible(call: Callable[[], object], cancel: Callable[[], object]) -> None:
+    """Makes a call that has no descriptor. In the main thread, an exception such as KeyboardInterrupt cancels it."""
+    if threading.current_thread() is not threading.main_thread():
+        call()  # signals are handled by another thread
+        return
+    done = threading.Event()
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=body, daemon=True).start()
+    interrupt: BaseException | None = None
+    is_done = False
+    while not is_done:
+        try:
+            is_done = done.wait(_SLICE_S if interrupt is None else 0.01)
+            if interrupt is not None and not is_done:
+                cancel()  # again and again: it may not have begun yet
+        except BaseException as error:  # a second one does not leave it alone, either: it uses the program's memory
+            interrupt = interrupt or error
+            cancel()
+    if interrupt is not None:
+        raise interrupt
+    if failures:
+        raise failures[0]
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,23 @@ class _Place:
     storage_address: int
     storage_nbytes: int
     view: _tensors.View
+
+
+Moved = tuple[Any, Any]  # a tensor in the memory that the batch borrows, and one where the program has it now
+
+
+def copy_moved(moved: list[Moved], is_send: bool, stream: int | None) -> None:
+    """Copies tensors that have moved to the memory that the batch borrows, before a send; or from it.
+
+    Copies of a GPU are done on ``stream``, a handle; by default, on PyTorch's current one.
+    """
+    torch = _torch.loaded()
+    gpus = {t.device for pair in moved for t in pair if t.device.type == "cuda"} if stream is not None else ()
+    with contextlib.ExitStack() as contexts:
+        for gpu in gpus:
+            contexts.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream, device=gpu)))
+        for borrowed, now in moved:
+            borrowed.copy_(now) if is_send else now.copy_(borrowed)
 
 
 def _list(module: Any, buffers: bool) -> Iterator[tuple[dict[str, Any], str, str]]:
@@ -79,8 +97,8 @@ class Watch:
         self._fsdp = _fsdp_groups(module)
         self.ties: dict[str, str] = {}  # names of tensors that are there under another name
         self._check_sharded()
+        self._tied: list[tuple[dict[str, Any], str, str, _Place]] = []  # owner, key and name; and what it is tied to
         self._places = self._find_places()
-        self._names = {(id(place.owner), place.key) for place in self._places}
 
     def _find_places(self) -> list[_Place]:
         places: dict[str, _Place] = {}
@@ -92,8 +110,9 @@ class Watch:
                 raise Invalid(f"two parameters are '{name}' without the names of wrappers")
             if canonical != name:
                 self.ties[name] = canonical
-            place = self._read(owner, key, canonical)
-            places.setdefault(canonical, place)
+                self._tied.append((owner, key, name, places[canonical]))
+            else:
+                places[name] = self._read(owner, key, name)
         return list(places.values())
 
     def _read(self, owner: dict[str, Any], key: str, name: str) -> _Place:
@@ -135,14 +154,15 @@ class Watch:
         """What is to be added to the batch, by name."""
         return {place.name: place.view for place in self._places}
 
-    def look(self, is_send: bool) -> None:
-        """Looks at type, layout and address of each tensor again.
+    def look(self) -> list[Moved]:
+        """Looks at type, layout and address of each tensor again, and returns those whose storage has moved.
 
-        A tensor whose storage has moved is brought to the memory that the batch borrows, before it is sent. What can't
-        be sent as it was registered is refused, by name.
+        What can't be moved as it was registered is refused, by name.
         """
         self._check_sharded()
-        moved: list[tuple[_Place, Any]] = []
+        for owner, key, name, place in self._tied:
+            self._check_tied(owner.get(key), name, place)
+        moved: list[Moved] = []
         for place in self._places:
             tensor = place.owner.get(place.key)
             if tensor is place.tensor:
@@ -157,9 +177,22 @@ class Watch:
                     continue
             found = self._look_closer(place, tensor)
             if found is not None:
-                moved.append((place, found))
-        if moved:
-            self._bring(moved, is_send)
+                moved.append((place.local, found))
+        return moved
+
+    def _check_tied(self, tensor: Any, name: str, place: _Place) -> None:
+        """Tied tensors are one object, or two with the same memory, as after load_state_dict(assign=True)."""
+        other = place.owner.get(place.key)
+        if tensor is other:
+            return
+        if tensor is not None and other is not None:
+            mine, its = _torch.local_part(tensor), _torch.local_part(other)
+            if (mine.data_ptr(), mine.stride()) == (its.data_ptr(), its.stride()):
+                return
+        raise Refused(
+            f"parameter '{name}' was tied to '{place.name}' when it was registered, and is not any more; make the "
+            "batch again"
+        )
 
     def _look_closer(self, place: _Place, tensor: Any) -> Any:
         """The local tensor that has moved; None: it is what it was."""
@@ -179,15 +212,6 @@ class Watch:
         place.tensor, place.spec = now.tensor, now.spec
         same = (view.address, view.strides) == (was.address, was.strides)
         return None if same else now.local
-
-    def _bring(self, moved: list[tuple[_Place, Any]], is_send: bool) -> None:
-        if not is_send:
-            raise Refused(
-                f"parameter '{moved[0][0].name}' has moved to other memory since it was registered, and can't "
-                "be received into; make the batch again"
-            )
-        for place, local in moved:
-            place.local.copy_(local)
 
     def _check_sharded(self) -> None:
         for name, child, group in self._fsdp:

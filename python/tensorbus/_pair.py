@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 class Pair(Handle):
     """Two groups that exchange tensors; made by ``Bus.pair``."""
 
-    def __init__(self, bus: Bus, name: str, remote: str, text: str | Layout | None, index: int, size: int) -> None:
+    def __init__(
+        self, bus: Bus, name: str, group: str, remote: str, text: str | Layout | None, index: int, size: int
+    ) -> None:
         super().__init__(f"pair '{name}'")
         self._bus = bus
-        self.name, self.remote = name, remote
-        self.index, self.size = index, size  # this process's seat in its side's group
+        self.name, self.group, self.remote = name, group, remote
+        self.index, self.size = index, size  # this process's seat in `group`
         self.is_seat_to_seat = text == "none"
         self.layout = None if text is None or self.is_seat_to_seat else layout(text)
 

@@ -8,7 +8,7 @@ from ctypes import byref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _values
+from . import _module, _values
 from ._c import declare, lib, tb_event, tb_phase, tb_status, tb_transfer_state
 from ._errors import Error, Timeout, make
 from ._handle import Deadline, Handle, readable, sleep_until_readable
@@ -72,13 +72,33 @@ class Transfer(Handle):
         self.is_send = is_send
         self._default_event = "released" if is_send else "committed"
         self._is_committed = False  # somebody has waited for that
+        self._moved: list[_module.Moved] = []  # parameters that a receive is still to be copied to
+        self._stream: int | None = None  # on which that is done
+        self._lands_at = tb_event.TB_ARRIVED if batch.commit == "in_place" else tb_event.TB_COMMITTED
+
+    def _land(self) -> None:
+        """Copies what has arrived in the memory that was registered to where the program has the tensors now."""
+        _module.copy_moved(self._moved, False, self._stream)
+        self._moved = []
+
+    def _land_if_done(self) -> None:
+        """The same for a receive that nobody waits for."""
+        if self._moved and not self.is_closed:
+            try:
+                self._look(tb_event.TB_COMMITTED)
+            except Error:
+                pass  # it has failed, as its waits say
 
     def _look(self, event: int, milliseconds: int = 0) -> tuple[Timeout | None, int]:
         """None if the event has come; raises the transfer's failure; else why it has not, and what to poll."""
-        with self._use() as transfer:
+        self._check_ours()
+        with self._lock:
+            transfer = self._get()
             status = _look(transfer, event, milliseconds)
-            if status == tb_status.TB_OK:
+            if status == 0:
                 self._is_committed |= event == tb_event.TB_COMMITTED
+                if self._moved and event in (tb_event.TB_COMMITTED, self._lands_at):
+                    self._land()
                 return None, -1
             failure = make(status, lib.tb_error_detail().decode("utf-8", "replace"))
             if not isinstance(failure, Timeout):
@@ -121,7 +141,8 @@ class Transfer(Handle):
             raise
 
     def stream_wait(self, event: str | None = None, stream: int | None = None) -> None:
-        """Makes a CUDA stream wait for an event; the CPU does not. Without tensors on a GPU, this waits for it.
+        """Makes a CUDA stream wait for an event; the CPU does not. Without tensors on a GPU, this waits for it;
+        so it does if parameters of a module have moved, and are copied then.
 
         ``stream`` is a handle; by default, PyTorch's current one. A transfer that fails later lets the stream go on:
         so look at ``wait``, too, before what the stream did is relied upon.
@@ -129,7 +150,7 @@ class Transfer(Handle):
         name = self._default_event if event is None else event
         number = _values.choice("event", name, EVENTS)
         handle = self._batch._stream(stream)
-        if handle is None:
+        if handle is None or self._moved:
             self.wait(name)
             return
         with self._use() as transfer:
@@ -144,6 +165,8 @@ class Transfer(Handle):
             with self._use() as transfer:
                 try:
                     lib.tb_wait_group(transfer, group, 50 if left is None else min(50, int(left * 1000)))
+                    if self._moved and group == 0 and self._lands_at == tb_event.TB_ARRIVED:
+                        self._land()  # modules are in group 0
                     return
                 except Timeout:
                     state = tb_transfer_state()
@@ -182,6 +205,8 @@ class Transfer(Handle):
 
     def _finish(self, cancels: bool = False) -> None:
         """Closes a transfer that has ended. A send whose tensors are released has still to be read by its receivers."""
+        if not self._is_inherited:
+            self._land_if_done()
         if self.is_closed or self._is_inherited:
             self._batch._transfers.pop(self.is_send, None)
             return

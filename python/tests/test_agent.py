@@ -26,15 +26,24 @@ def through_agents(seat: Seat) -> None:
     try:
         with tb.join(f"agent:{socket}", timeout=30.0) as bus:  # which waits for the agent
             assert (bus.group, bus.index, bus.size) == (seat.group, 0, 1)
-            with pytest.raises(tb.Refused, match="agent"):
-                bus.groups()
             pair = bus.pair("p", "b" if sends else "a", "mesh=1 place=R")
+            assert bus.groups(timeout=20.0) == {"a": (1, 1), "b": (1, 1)}  # the pair has met all of them
             batch = bus.batch("step", commit="shadow")
             batch.add(pair, "w", x)
             for version in (1, 2):
                 transfer = (batch.send if sends else batch.recv)(wait="committed", timeout=30.0)
                 assert transfer.version == version
             assert x.min() == 1
+            x[:] = np.arange(16.0).reshape(4, 4) if sends else -1
+            sent, received = batch.reshard("a", timeout=30.0)
+            assert (sent is not None, received is not None) == (sends, not sends)
+            assert np.array_equal(x, np.arange(16.0).reshape(4, 4))
+            assert bus.plans.misses == 1
+            bus.wait("b" if sends else "a", timeout=20.0)
+            with pytest.raises(tb.Timeout, match="nobody has joined group 'c'"):
+                bus.wait("c", timeout=0.2)
+            with pytest.raises(tb.Refused, match="agent's seat"):
+                tb.copy_service(bus)
             seat.meet()
             agent.kill()
             with pytest.raises(tb.PeerLost, match=r"the agent at .* is gone"):

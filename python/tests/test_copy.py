@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +42,34 @@ def ring(seat: Seat) -> None:
 
 def test_ring(tmp_path: Path) -> None:
     run(ring, tmp_path, {"all": 3})
+
+
+def interrupted(seat: Seat) -> None:
+    """A run that Ctrl-C ends, before the other rank has come to it; then all is well again."""
+    with seat.join() as bus:
+        service = tb.copy_service(bus, "all", timeout=20.0)
+        x = np.full(1000, 7.0 if seat.index else -1.0)
+        for round_ in range(3):
+            x[:] = round_ if seat.index else -1
+            if seat.index:
+                service.submit_send(x, 0)
+            else:
+                service.submit_recv(x, 1)
+                begun = time.monotonic()
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+                with pytest.raises(KeyboardInterrupt):
+                    service.run(timeout=20.0)
+                assert time.monotonic() - begun < 10
+                assert (x == -1).all()
+                service.submit_recv(x, 1)
+            seat.meet()
+            service.run(timeout=20.0)
+            assert (x == round_).all()
+            seat.meet()
+
+
+def test_interrupted_run(tmp_path: Path) -> None:
+    run(interrupted, tmp_path, {"all": 2})
 
 
 def test_refusals(tmp_path: Path) -> None:

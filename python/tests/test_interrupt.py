@@ -22,6 +22,9 @@ BLOCKED = {
     "pair": 'bus.pair("p", "nobody", "mesh=1 place=R", timeout=50)',
     "register": "batch.register(timeout=50)",
     "send": "batch.send(timeout=50)",
+    "reshard": 'batch.reshard("a", timeout=50)',
+    "group": 'bus.wait("nobody", timeout=50)',
+    "copy_service": 'bus.enter("c", 0, 2); tb.copy_service(bus, "c", timeout=50)',
     "wait": 'batch.recv(timeout=50, wait=None).wait("arrived", timeout=50)',
 }
 SCRIPT = """

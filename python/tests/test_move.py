@@ -36,7 +36,15 @@ def trainer_and_engine(seat: Seat) -> list[int]:
         part = part_of(whole(0), layout, seat.index)
         batch.add(pair, "w", part, shape=SHAPE)
         batch.register(timeout=30.0)
+        if not sends:
+            assert batch.signal(1, timeout=10.0) == batch.signal(1, group="engine", timeout=10.0)
         for version in range(1, versions + 1):
+            if not sends:
+                deadline, question = time.monotonic() + 10.0, 1 + 10000 * version
+                while not batch.signal(question, timeout=10.0) and time.monotonic() < deadline:
+                    question += 1
+                    time.sleep(0.002)
+                assert batch.signal(question, timeout=10.0)
             if sends:
                 part[:] = part_of(whole(version), layout, seat.index)
                 batch.send(timeout=10.0)

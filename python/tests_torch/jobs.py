@@ -1,14 +1,18 @@
 """Jobs: groups of ranks with torch.distributed over gloo, each started by a command of its own, as torchrun would.
 
 A test names a function of its file for each job; every rank of the job calls it with a Seat. torch is imported once in
-a job, and the ranks are forked from that process.
+a job, and the ranks are forked from that process. Where importing takes long, one job can be forked from the test's own
+process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +62,30 @@ def run(folder: Path, file: str, functions: dict[str, tuple[int, str]], **args: 
         group: [json.loads((folder / f"{group}.{i}.json").read_text()) for i in range(size)]
         for group, (size, _) in functions.items()
     }
+
+
+def run_forked(folder: Path, file: str, size: int, function: str, **args: Any) -> list[Any]:
+    """One job, group "all", without a command of its own: a child of this process, which has imported everything."""
+
+    def main() -> None:
+        os.setsid()
+        log = os.open(folder / "all.log", os.O_CREAT | os.O_WRONLY)
+        for descriptor in 1, 2:
+            os.dup2(log, descriptor)
+        import torch
+
+        torch.set_num_threads(1)
+        os._exit(_main(str(folder), Path(file).stem, "all", str(size), function, json.dumps(args)))
+
+    job = multiprocessing.get_context("fork").Process(target=main)
+    job.start()
+    assert job.pid is not None
+    job.join(PATIENCE_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(job.pid, signal.SIGKILL)  # its own session: itself and its ranks
+    job.join()
+    assert job.exitcode == 0, (folder / "all.log").read_text()[-6000:]
+    return [json.loads((folder / f"all.{i}.json").read_text()) for i in range(size)]
 
 
 def _rank(folder: str, module: str, group: str, index: int, size: int, function: str, args: dict[str, Any]) -> None:

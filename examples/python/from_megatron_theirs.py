@@ -1,0 +1,14 @@
+"""Weights from a model on two ranks to a copy on each of them, by Megatron-LM (which needs a GPU)."""
+
+import torch.distributed as dist
+from from_megatron_model import make, report
+from megatron.core.resharding.refit import clear_all_caches, swap_model_weights
+
+dist.init_process_group("gloo")
+source, target = make()
+for version in 1, 2, 3:
+    source.fill(version)
+    swap_model_weights(source, target, refit_method="gloo")
+    report(target, version)
+clear_all_caches()
+dist.destroy_process_group()
