@@ -360,11 +360,21 @@ static void test_a_name_can_be_used_again(void **state) {
     run_ranks(again_and_again, 2, 2, NULL);
 }
 
-/* b 0 is served and goes; b 1 is served after that. What needs b 0 again fails, by its name. */
+/* b 0 is served and goes; b 1 is served after that. What needs b 0 again fails, by its name. With a second pair, b 0
+ * has also chosen the version for b 1. */
 static void leave_early(rank *r) {
     setup s;
     tb_transfer *t = NULL;
+    tb_pair *second = NULL;
+    part x;
     set_up(r, &s, ALONE, "mesh=2 place=Replicate", 64, 64, NULL);
+    if (r->scene->shared) {
+        const char *layout = is_a(r) ? ALONE : "mesh=2 place=Shard(0)";
+        check_ok(tb_pair_create(r->world, "q", other_group(r), layout, NULL, &second));
+        part_init(&x, layout, r->index, 6, 6);
+        tb_tensor tensor = part_tensor(&x);
+        check_ok(tb_batch_add(s.batch, second, "x", &tensor));
+    }
     exchange(r, &s, "a", 1);
     if (is_a(r)) {
         part_fill(&s.w, 2);
@@ -389,11 +399,15 @@ static void leave_early(rank *r) {
     }
     meet(r);
     tear_down(&s);
+    tb_pair_destroy(second);
+    if (second)
+        part_fini(&x);
 }
 
 static void test_who_is_not_needed_may_go(void **state) {
     (void)state;
     run_ranks(leave_early, 1, 2, NULL);
+    run_ranks(leave_early, 1, 2, "two pairs");
 }
 
 /* A sender does its part of a version and destroys its batch before the other one begins. Nobody is lost by that. */

@@ -126,7 +126,7 @@ void tb__flow_send_gather_message(tb__flow *flow, int32_t rank, uint64_t attempt
 /* Whether a member is lost, not only gone: it can't come back, and so no transfer begins any more. */
 static bool has_lost_member(const tb__flow *flow) {
     for (size_t i = 0; flow->ngone && i < flow->nmembers; i++) {
-        if (flow->members[i].is_gone && flow->members[i].lost_ms)
+        if (flow->members[i].is_gone && !flow->members[i].has_left)
             return true;
     }
     return false;
@@ -173,13 +173,14 @@ void tb__flow_break(tb__flow *flow, tb_status status, const char *why) {
 }
 
 /* The member takes no further part, for this reason. Legs that still need it fail in their next step. */
-static void drop_member(tb__flow *flow, member *m, tb_status status, const char *why, bool is_orderly) {
+static void drop_member(tb__flow *flow, member *m, tb_status status, const char *why, bool has_left) {
     if (m->is_gone)
         return;
     m->is_gone = true;
     m->gone_status = status;
     m->gone_why = tb__strdup(why);
-    m->lost_ms = is_orderly ? 0 : tb__now_ms();
+    m->gone_ms = tb__now_ms();
+    m->has_left = has_left;
     flow->ngone++;
     tb__staged_drop_sends(flow, m);
     tb__flow_check_exposure_of(flow, m);

@@ -36,7 +36,8 @@ struct member {
     bool is_gone;
     tb_status gone_status;
     char *gone_why;      /* message; NULL: there was no memory for it */
-    int64_t lost_ms;     /* when its loss was noticed; 0: it left in an orderly way */
+    int64_t gone_ms;     /* when that was noticed */
+    bool has_left;       /* it said goodbye; else it is lost */
     bool missed_message; /* a message to it could not be sent: it must be told that the flow is broken (report.c) */
     uint64_t unacked[2]; /* by leg (is_send): the failed attempt that it has not acknowledged (attempt.c); 0: none */
 

@@ -109,6 +109,7 @@ static void announce_attempt(tb__flow *flow, uint64_t attempt, uint64_t number) 
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     *leg = (tb__leg){.is_under_way = true,
+                     .begun_ms = tb__now_ms(),
                      .number = number,
                      .bytes_total = leg->bytes_total,
                      .groups_total = leg->groups_total,

@@ -20,16 +20,18 @@ const char *tb__flow_reason_for_others(const tb__flow *flow, tb_status status, c
 }
 
 /* A member that is gone and that the leg needs; NULL: none. A leg without an attempt needs all members: no further
- * transfer begins. But the START of an earlier one may still be on its way from the lead, so the leg waits REASON_MS
- * for it. */
+ * transfer begins. But the START of an earlier one may still be on its way from the lead, or the choice of the engine's
+ * lead among those that have started, so the leg waits REASON_MS for it. */
 static const member *find_missing_member(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool is_idle =
-        leg->awaits_choice || (!leg->attempt && tb__flow_last_attempt(flow, is_send) >= tb__flow_started(flow));
+    bool has_offer = tb__flow_last_attempt(flow, is_send) < tb__flow_started(flow);
+    bool is_idle = leg->awaits_choice || (!leg->attempt && !has_offer);
     int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
-        int64_t over_ms = m->lost_ms == 0 || i == flow->o.lead ? 0 : m->lost_ms + REASON_MS;
+        bool may_hear = has_offer || (!m->has_left && i != flow->o.lead);
+        int64_t since_ms = has_offer && leg->begun_ms > m->gone_ms ? leg->begun_ms : m->gone_ms;
+        int64_t over_ms = may_hear ? since_ms + REASON_MS : 0;
         if (m->is_gone && ((is_idle && now_ms >= over_ms) || tb__flow_needs(flow, is_send, m)))
             return m;
         wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
@@ -50,7 +52,7 @@ tb__fault tb__fault_of(tb_status status, const char *why) {
 static tb__fault reason_for_missing(const tb__flow *flow, bool is_send, const member *gone) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     uint64_t last = tb__flow_last_attempt(flow, is_send);
-    const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
+    const tb__abort *before = leg->attempt || !gone->has_left ? NULL : tb__flow_find_abort(flow, last);
     if (before && before->status == TB_INVALID)
         return tb__fault_of(before->status, before->why);
     return tb__fault_of(gone->gone_status, tb__member_why_gone(gone));
