@@ -151,8 +151,8 @@ def cases():
 if __name__ == "__main__":
     NEW, OLD = this_release(), find_old()
     STORE_SENTENCES = {
-        NEW: "the client speaks version 4 of the store's protocol, the server version 1",
-        OLD: "the client speaks version 1 of the store's protocol, the server version 4",
+        NEW: "the client speaks version 5 of the store's protocol, the server version 1",
+        OLD: "the client speaks version 1 of the store's protocol, the server version 5",
     }
     print(f"old: {version_of(OLD)}, new: {version_of(NEW)}")
     main(cases())
