@@ -105,7 +105,8 @@ void tb__flow_release_revoked(tb__flow *flow) {
     }
 }
 
-/* A receive that has all of the sender's data goes on; one that needs a sender which is gone fails for that reason. */
+/* A receive that has all of the sender's data goes on; one that needs a sender which is gone fails for that reason. The
+ * sender may have ended its part, and its memory, because the transfer had failed: then that is the reason. */
 static void on_revoked(tb__revocation_watch *watch) {
     tb__flow *flow = (tb__flow *)((char *)watch - offsetof(tb__flow, direct.watch));
     tb__staged_drop_revoked(flow);
@@ -118,8 +119,11 @@ static void on_revoked(tb__revocation_watch *watch) {
         m->setup.is_revoked = flow->direct.is_revoking = true;
         if (!flow->recv.attempt || m->direct.is_concluded || m->is_gone || m->peer->is_lost)
             continue;
-        tb__fault fault = tb__fault_of(tb__flow_fail_invalidated(flow, m, p->tensor), tb_error_detail());
-        tb__flow_fail_leg(flow, false, &fault, true);
+        bool tells;
+        tb__fault fault = tb__flow_find_reason(flow, false, &tells);
+        if (fault.status == TB_OK)
+            fault = tb__fault_of(tb__flow_fail_invalidated(flow, m, p->tensor), tb_error_detail());
+        tb__flow_fail_leg(flow, false, &fault, tells);
     }
     tb__flow_release_revoked(flow);
 }
