@@ -1,6 +1,6 @@
 /* Memory for tensors of tests. Built with TB_SLOW_DEVICE, a test has it where TB_TEST_DEVICE says: on the slow device
- * (the default), with "mixed" every second time, with "cuda" on a GPU,
- * if the build has the CUDA device, and with "cuda_mixed" every second time; else it is memory of tb_alloc.
+ * (the default), with "mixed" every second time, with "cuda" on a GPU, if the build has the CUDA device, and with
+ * "cuda_mixed" every second time; else it is memory of tb_alloc.
  *
  * A test reads and writes tensors through tensor_bytes. Memory of a GPU has a copy for that (cuda_tensors.c). */
 #ifndef TB_TESTS_TENSOR_MEMORY_H
