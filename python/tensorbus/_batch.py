@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass, replace
@@ -424,21 +425,21 @@ class Batch(Handle):
         whole_group: bool,
         stream: int | None,
     ) -> Transfer:
-        opts = tb_transfer_opts(
-            timeout_ms=_values.milliseconds("timeout", timeout),
-            group=_values.optional_text("group", group),
-            skip_lost=_values.flag("skip_lost", skip_lost),
-            hold=_values.flag("hold", hold),
-            whole_group=_values.flag("whole_group", whole_group),
-        )
+        try:
+            opts = _transfer_opts(timeout, group, skip_lost, hold, whole_group)
+        except TypeError:  # what has no hash is refused by name
+            opts = _transfer_opts.__wrapped__(timeout, group, skip_lost, hold, whole_group)
         event = None if wait is None else _values.choice("wait", wait, EVENTS)
-        self._look_again(is_send)
-        self._reap(is_send)
+        if self._to_look_at:
+            self._look_again(is_send)
+        if (before := self._transfers.get(is_send)) is not None:
+            before._finish()
         moved = [pair for _, watch in self._watches for pair in watch.look()]
         if not self._is_registered:
             self.register(timeout)
         handle = self._stream(stream)
         if handle is not None:
+            opts = tb_transfer_opts.from_buffer_copy(opts)
             opts.stream = ctypes.addressof(handle)
         transfer = Transfer(self, is_send)
         if is_send and moved:
@@ -452,7 +453,7 @@ class Batch(Handle):
             (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
         if event is not None:
             try:
-                transfer.wait(wait)
+                transfer._wait(event)
             except BaseException:
                 transfer.close()
                 raise
@@ -475,22 +476,19 @@ class Batch(Handle):
 
     def _look_again(self, is_send: bool) -> None:
         """Refuses, by name, tensors that can't be used any more as they were added."""
-        if self._to_look_at:
-            for name, view in self._to_look_at:
-                try:
-                    if view.is_readonly and not is_send:
-                        raise Invalid("it is read-only, and can't be received into")
-                    if view.look_again is not None:
-                        view.look_again()
-                except Error as error:
-                    raise type(error)(f"tensor '{name}' of batch '{self.name}': {error}", error.status) from None
+        for name, view in self._to_look_at:
+            try:
+                if view.is_readonly and not is_send:
+                    raise Invalid("it is read-only, and can't be received into")
+                if view.look_again is not None:
+                    view.look_again()
+            except Error as error:
+                raise type(error)(f"tensor '{name}' of batch '{self.name}': {error}", error.status) from None
 
-    def _reap(self, *kinds: bool) -> None:
+    def _reap(self) -> None:
         """Closes transfers that have ended; one that was released is waited for, until its own deadline."""
-        for is_send in kinds or (True, False):
-            transfer = self._transfers.get(is_send)
-            if transfer is not None:
-                transfer._finish()
+        for transfer in list(self._transfers.values()):
+            transfer._finish()
 
     def _cancel_all(self) -> None:
         for transfer in list(self._transfers.values()):
@@ -506,6 +504,18 @@ class Batch(Handle):
             self._tensors.clear()
             self._to_look_at.clear()
             self._watches.clear()
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _transfer_opts(timeout: Any, group: Any, skip_lost: Any, hold: Any, whole_group: Any) -> tb_transfer_opts:
+    """Kept, since a program passes the same ones again and again. The library only reads them."""
+    return tb_transfer_opts(
+        timeout_ms=_values.milliseconds("timeout", timeout),
+        group=_values.optional_text("group", group),
+        skip_lost=_values.flag("skip_lost", skip_lost),
+        hold=_values.flag("hold", hold),
+        whole_group=_values.flag("whole_group", whole_group),
+    )
 
 
 def _add_all(

@@ -116,15 +116,19 @@ class Transfer(Handle):
         ``Timeout``, and the transfer goes on; without, the transfer's own deadline ends it.
         """
         number = _values.choice("event", self._default_event if event is None else event, EVENTS)
-        timeout_ms = _values.milliseconds("timeout", timeout)
-        deadline = Deadline(None if timeout is None else timeout_ms / 1000)
+        self._wait(number, None if timeout is None else _values.milliseconds("timeout", timeout))
+
+    def _wait(self, event: int, timeout_ms: int | None = None) -> None:
         # Most end at once: that is waited for in the library, which takes less than to poll.
-        missing, fd = self._look(number, min(_AT_ONCE_MS, timeout_ms) if timeout is not None else _AT_ONCE_MS)
+        missing, fd = self._look(event, _AT_ONCE_MS if timeout_ms is None else min(_AT_ONCE_MS, timeout_ms))
+        if missing is None:
+            return
+        deadline = Deadline(None if timeout_ms is None else timeout_ms / 1000)
         while missing is not None:
             if deadline.is_over:
                 raise Timeout(str(missing).replace("after 0 ms", f"after {timeout_ms} ms"))
             sleep_until_readable(fd, deadline.left)
-            missing, fd = self._look(number)
+            missing, fd = self._look(event)
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._await_event(EVENTS[self._default_event]).__await__()
@@ -210,9 +214,10 @@ class Transfer(Handle):
         if self.is_closed or self._is_inherited:
             self._batch._transfers.pop(self.is_send, None)
             return
-        with self._use() as transfer:
-            is_committed = self._is_committed or _look(transfer, tb_event.TB_COMMITTED, 0) == tb_status.TB_OK
-        if is_committed:
+        if not self._is_committed:
+            with self._use() as transfer:
+                self._is_committed = _look(transfer, tb_event.TB_COMMITTED, 0) == tb_status.TB_OK
+        if self._is_committed:
             self.close()
             return
         state = self.state()
