@@ -122,7 +122,7 @@ class Batch(Handle):
 
         One call of the library adds them all. The first that it refuses is named; those before it are in the batch.
         """
-        shapes = shapes or {}
+        shapes, tensors = _values.mapping("shapes", shapes), _values.mapping("tensors", tensors)
         self._add(
             pair,
             [

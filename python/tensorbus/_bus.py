@@ -259,14 +259,11 @@ class Bus(Handle):
         group have all of theirs. ``ties`` maps names of tied weights to canonical ones, ``ignored`` has patterns of
         names that may be on one side only. The other options are those of ``tb_batch_opts``; 0 is their default.
         """
-        if isinstance(ignored, str) or not isinstance(ignored, Iterable):
-            raise Invalid("ignored must be a list of patterns")
-        if ties is not None and not isinstance(ties, Mapping):
-            raise Invalid("ties must be a dict of names and canonical names")
-        for names in (ties or {}).items():
+        ties = _values.mapping("ties", ties)
+        for names in ties.items():
             for each in names:
                 _values.text("a tie", each)
-        c_ignored = [_values.text("an ignored pattern", p) for p in ignored]
+        c_ignored = [_values.text("an ignored pattern", p) for p in _values.items("ignored", ignored)]
         opts = tb_batch_opts(
             bucket_size=_values.integer("bucket_size", bucket_size, 0, _values.MOST_I64),
             staging_bytes=_values.integer("staging_bytes", staging_bytes, 0, _values.MOST_I64),
@@ -280,7 +277,7 @@ class Bus(Handle):
             checksum=_values.flag("checksum", checksum),
         )
         _values.text("name", name)
-        batch = Batch(self, name, commit, opts, dict(ties or {}))
+        batch = Batch(self, name, commit, opts, dict(ties))
         batch._create()
         self._batches.append(batch)
         return batch

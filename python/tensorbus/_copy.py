@@ -122,6 +122,8 @@ def copy_service(
     ...     x.tolist()
     [0.0, 1.0, 2.0]
     """
+    if not hasattr(bus, "seats"):
+        raise Invalid(f"bus must be a tensorbus.Bus, not {type(bus).__name__}")
     group = bus.group if group is None else group
     c_name, c_group = _values.text("name", name), _values.text("group", group)
     if group not in bus.seats:

@@ -75,7 +75,7 @@ class Layout:
         >>> tb.layout("mesh=2,2 place=S0,S1").local_shape((600, 400), rank=1)
         (300, 200)
         """
-        return _local_shape(self, _values.dims("shape", shape), rank)
+        return _local_shape(self, _values.dims("shape", shape), _values.integer("rank", rank, 0, TB_MAX_RANKS - 1))
 
     def _find_local(self, shape: Any, rank: int) -> tb_local:
         found = tb_local()
@@ -149,7 +149,9 @@ class Plan:
         self.src, self.dst = src, dst
         self.shape = _values.dims("shape", shape)
         self._dtype = _values.dtype("dtype", dtype)
-        self.hosts = None if hosts is None else tuple(_values.integer("a host", h, 0, 2**31 - 1) for h in hosts)
+        self.hosts = None
+        if hosts is not None:
+            self.hosts = tuple(_values.integer("a host", h, 0, 2**31 - 1) for h in _values.items("hosts", hosts))
         self._handle = c_void_p()
         opts = tb_plan_opts()
         if self.hosts is not None:

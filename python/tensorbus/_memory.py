@@ -46,7 +46,8 @@ class Memory:
 
     def __init__(self, shape: Any, dtype: Any, device: Any) -> None:
         self.shape = _values.dims("shape", shape)
-        self.device = "cpu" if device == "host" else str(device)  # a torch.device, too
+        name = str(device)  # a torch.device, too
+        self.device = "cpu" if name == "host" else name
         self._dtype = _values.dtype("dtype", dtype)
         nbytes = ctypes.c_int64()
         lib.tb_shape_size(_values.shape("shape", self.shape), self._dtype, None, ctypes.byref(nbytes))

@@ -33,9 +33,7 @@ class Part:
 
 
 def _texts(parameter: str, values: Any) -> list[bytes]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise Invalid(f"{parameter} must be a list of texts, not {type(values).__name__}")
-    return [_values.text(f"an item of {parameter}", value) for value in values]
+    return [_values.text(f"an item of {parameter}", value) for value in _values.items(parameter, values)]
 
 
 def _rule(rule: Any) -> tb_rule:
@@ -50,9 +48,8 @@ def _rule(rule: Any) -> tb_rule:
 
 
 def _numbers(parameter: str, values: Any) -> Any:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise Invalid(f"{parameter} must be a list of ints, not {type(values).__name__}")
-    numbers = [_values.integer(f"item {i} of {parameter}", n, 0, _values.MOST_I64) for i, n in enumerate(values)]
+    listed = enumerate(_values.items(parameter, values))
+    numbers = [_values.integer(f"item {i} of {parameter}", n, 0, _values.MOST_I64) for i, n in listed]
     return (c_int64 * len(numbers))(*numbers)
 
 
@@ -93,9 +90,7 @@ class Names:
         expert_map: Iterable[int] | None = None,
     ) -> None:
         self._handle = c_void_p()
-        if isinstance(rules, str | bytes) or not isinstance(rules, Iterable):
-            raise Invalid(f"rules must be a list, not {type(rules).__name__}")
-        c_rules = [_rule(rule) for rule in rules]
+        c_rules = [_rule(rule) for rule in _values.items("rules", rules)]
         most, large = _values.MOST_I32, _values.MOST_I64
         opts = tb_names_opts(
             layer_pattern=_values.optional_text("layer_pattern", layer_pattern),
@@ -124,7 +119,7 @@ class Names:
 
     def resolve(self, params: Iterable[str]) -> list[Part]:
         """The tensors that are in these parameters, in their order, then in that of the rules."""
-        params = list(params) if isinstance(params, Iterable) and not isinstance(params, str) else params
+        params = _values.items("params", params)
         c_params = _texts("params", params)
         parts = tb_parts()
         lib.tb_names_resolve(self._handle, (c_char_p * len(c_params))(*c_params), len(c_params), byref(parts))
@@ -167,10 +162,9 @@ def match_names(
     >>> tb.match_names(["embed", "norm"], ["embed", "head"], ties={"head": "embed"}, ignored=["norm"]).pairs
     [('embed', 'embed'), ('embed', 'head')]
     """
-    if ties is not None and not isinstance(ties, Mapping):
-        raise Invalid("ties must be a dict of names and canonical names")
+    ties = _values.mapping("ties", ties)
     c_source, c_target, c_ignored = _texts("source", source), _texts("target", target), _texts("ignored", ignored)
-    c_ties = [tb_tie(_values.text("a tie", name), _values.text("a tie", other)) for name, other in (ties or {}).items()]
+    c_ties = [tb_tie(_values.text("a tie", name), _values.text("a tie", other)) for name, other in ties.items()]
     opts = tb_match_opts(
         ties=(tb_tie * len(c_ties))(*c_ties),
         nties=len(c_ties),

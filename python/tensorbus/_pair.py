@@ -22,7 +22,7 @@ class Pair(Handle):
         self._bus = bus
         self.name, self.group, self.remote = name, group, remote
         self.index, self.size = index, size  # this process's seat in `group`
-        self.is_seat_to_seat = text == "none"
+        self.is_seat_to_seat = isinstance(text, str) and text == "none"
         self.layout = None if text is None or self.is_seat_to_seat else layout(text)
 
     def _c_layout(self) -> bytes | None:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ._c import TB_MAX_DIMS, lib, tb_shape
@@ -58,6 +58,25 @@ def choice(parameter: str, value: Any, choices: Mapping[str, int]) -> int:
     return choices[value]
 
 
+def items(parameter: str, value: Any) -> list[Any]:
+    """A list of what can be iterated over; a str is no list."""
+    try:
+        if not isinstance(value, str | bytes):
+            return list(value)
+    except TypeError:
+        pass
+    raise Invalid(f"{parameter} must be a list, not {type(value).__name__}")
+
+
+def mapping(parameter: str, value: Any) -> Mapping[Any, Any]:
+    """A dict, or what is like one; {} for None."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise Invalid(f"{parameter} must be a dict, not {type(value).__name__}")
+    return value
+
+
 def milliseconds(parameter: str, seconds: Any) -> int:
     """Seconds as C's milliseconds, at least 1; 0, the default, for None."""
     if seconds is None:
@@ -75,11 +94,10 @@ def dims(parameter: str, value: Any) -> tuple[int, ...]:
     """A shape: at most 8 non-negative ints, or one."""
     if type(value) is tuple and len(value) <= TB_MAX_DIMS and all(type(n) is int and 0 <= n <= MOST_I64 for n in value):
         return value  # as nearly all are: models have tens of thousands
-    if hasattr(value, "__index__"):
-        value = (value,)
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise Invalid(f"{parameter} must be a tuple of ints, not {type(value).__name__}")
-    numbers = tuple(value)
+    try:
+        numbers = [operator.index(value)]
+    except TypeError:
+        numbers = items(parameter, value)
     if len(numbers) > TB_MAX_DIMS:
         raise Invalid(f"{parameter} has {len(numbers)} dimensions; there are at most {TB_MAX_DIMS}")
     return tuple(integer(f"dim {i} of {parameter}", n, 0, MOST_I64) for i, n in enumerate(numbers))
