@@ -65,7 +65,7 @@ def items(parameter: str, value: Any) -> list[Any]:
             return list(value)
     except TypeError:
         pass
-    raise Invalid(f"{parameter} must be a list, not {type(value).__name__}")
+    raise Invalid(f"{parameter} must be a list or tuple, not {type(value).__name__}")
 
 
 def mapping(parameter: str, value: Any) -> Mapping[Any, Any]:

@@ -79,7 +79,7 @@ ADD: list[tuple[dict[str, Any], str]] = [
     ({"shape": (7, 4)}, r"tensor 'w': seat 0 holds \(4, 4\)"),
     ({"shape": (6, -4)}, "tensor 'w': dim 1 of shape is -4"),
     ({"shape": (1,) * 9}, "tensor 'w': shape has 9 dimensions"),
-    ({"shape": "6,4"}, "tensor 'w': shape must be a tuple"),
+    ({"shape": "6,4"}, "tensor 'w': shape must be a list or tuple"),
     ({"shape": 24}, "tensor 'w': seat 0 holds"),
     ({"tensor": X.astype(complex)}, "tensor 'w': its dtype: .*complex128"),
     ({"tensor": X.astype(object)}, "tensor 'w': its dtype: .*object"),

@@ -208,8 +208,7 @@ def test_no_argument_crashes(tmp_path: Path) -> None:
         try:
             member = getattr(target, name)
             made = member(**arguments(rng, member, objects)) if callable(member) else member
-        except tb.Error as error:
-            assert str(error), where
+        except tb.Error:
             counts["refused"] += 1
             counts[f"{where} refused"] += 1
             continue

@@ -1,0 +1,113 @@
+"""The calls that README and tutorial promise, by exactly these names and arguments."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Seat, run
+
+import tensorbus as tb
+
+
+def calls(seat: Seat) -> None:
+    url, i = seat.url, seat.index
+    sends = seat.group == "trainer"
+    bus = tb.join(url, group=seat.group, index=i, size=2, timeout=30.0)
+    layout = "mesh=2 place=Shard(0)" if sends else "mesh=2 place=S1"
+    pair = bus.pair("weights", "inference" if sends else "trainer", layout=layout)
+    batch = bus.batch("step", commit="in_place" if sends else "shadow")
+    whole = np.arange(600 * 400, dtype=np.float32).reshape(600, 400)
+    mine = np.ascontiguousarray(whole[300 * i : 300 * i + 300] if sends else whole[:, 200 * i : 200 * i + 200])
+    array = mine.copy() if sends else np.zeros_like(mine)
+    batch.add(pair, "w", array, shape=(600, 400))
+    batch.add_pair(pair)
+    batch.register(timeout=30.0)
+    assert (batch.version, batch.is_torn) == (0, False)
+    assert bus.groups()["trainer"] == (2, 2)
+    if sends:
+        assert batch.send(timeout=10.0).state().status == "ok"
+    else:
+        batch.recv(timeout=10.0)
+        assert batch.version == 1
+    assert np.array_equal(array, mine)
+    seat.meet()
+
+    async def again() -> None:
+        t = batch.send(wait=None) if sends else batch.recv(wait=None)
+        await t
+
+    t = batch.send(wait=None) if sends else batch.recv(wait=None)
+    t.wait("released" if sends else "arrived", timeout=5.0)
+    t.stream_wait("released" if sends else "committed")  # without a GPU, this waits
+    asyncio.run(again())
+    if not sends:
+        assert batch.version == 3
+    seat.meet()
+    batch.remove_pair(pair)
+    batch.close()
+    pair.close()
+    bus.close()
+
+
+def test_calls(tmp_path: Path) -> None:
+    run(calls, tmp_path, {"trainer": 2, "inference": 2})
+
+
+def test_calls_of_one_process(tmp_path: Path) -> None:
+    x = tb.empty((4096, 4096), "bf16", device="cpu")
+    assert x.numpy().shape == (4096, 4096)
+    p = tb.plan("mesh=4 place=S0", "mesh=2,2 place=R,S1", (6144, 4096), "bf16")
+    assert len(p.routes(0)) > 0
+    assert p.stats().max_send == p.stats().min_max_send
+    p.check()
+    assert p.svg().startswith("<svg")
+    assert tb.layout("mesh=4 place=S0").local((10,), rank=3) == [[(9, 10)]]
+    with tb.join(f"unix:{tmp_path}/bus", group="trainer", index=0, size=1) as bus:
+        service = tb.copy_service(bus, "trainer")
+        a, b = np.arange(4.0), np.zeros(4)
+        service.submit_send(a, 0, 1)
+        service.submit_recv(b, 0, 1)
+        service.run()
+        service.close()
+        assert np.array_equal(a, b)
+    assert bus.is_closed
+    kinds = (tb.Timeout, tb.PeerLost, tb.Refused, tb.Conflict, tb.Denied, tb.Invalid, tb.InDoubt, tb.Cancelled)
+    assert all(issubclass(kind, tb.Error) for kind in kinds)
+    assert issubclass(tb.Timeout, TimeoutError)
+    assert issubclass(tb.PeerLost, ConnectionError)
+
+
+def test_a_cancelled_await_cancels_the_transfer(tmp_path: Path) -> None:
+    """The tensors are free again, and the batch can begin another transfer."""
+    buses = [tb.join(f"unix:{tmp_path}/bus", group=group, index=0, size=1) for group in "ab"]
+    pairs = [buses[i].pair("p", "ba"[i], "mesh=1 place=R", wait=False) for i in range(2)]
+    batches = [bus.batch("step") for bus in buses]
+    arrays = [np.full(4, i) for i in range(2)]
+    for batch, pair, array in zip(batches, pairs, arrays, strict=True):
+        batch.add(pair, "w", array)
+
+    async def program() -> None:
+        await asyncio.gather(*(batch.register_async(timeout=20.0) for batch in batches))
+        transfer = batches[1].recv(wait=None, timeout=50.0)
+        task = asyncio.ensure_future(wait_for(transfer))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert transfer.is_closed
+        with pytest.raises(tb.Cancelled, match="batch 'step'"):
+            await batches[0].send(wait=None, timeout=20.0)  # what the other side has given up
+        again = batches[1].recv(wait=None, timeout=20.0), batches[0].send(wait=None, timeout=20.0)
+        await asyncio.gather(*map(wait_for, again))
+
+    async def wait_for(transfer: tb.Transfer) -> None:
+        await transfer
+
+    asyncio.run(program())
+    assert np.array_equal(arrays[0], arrays[1])
+    for bus in buses:
+        bus.close()
