@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import _module, _tensors, _torch, _values
 from ._c import (
-    TB_MAX_DIMS,
+    Dims,
     lib,
     take_text,
     tb_batch_opts,
@@ -24,7 +26,7 @@ from ._c import (
 from ._call import Call, awaiting, waiting
 from ._errors import Error, Invalid, Refused, Timeout
 from ._handle import Deadline, Handle
-from ._layout import Layout, layout
+from ._layout import Layout, layout, part_shape
 from ._pair import Pair
 from ._transfer import EVENTS, Transfer, TransferState
 
@@ -123,13 +125,14 @@ class Batch(Handle):
         One call of the library adds them all. The first that it refuses is named; those before it are in the batch.
         """
         shapes, tensors = _values.mapping("shapes", shapes), _values.mapping("tensors", tensors)
-        self._add(
-            pair,
-            [
-                (name, self._describe(pair, name, tensor, shapes.get(name), None, None, None, 0, None))
-                for name, tensor in tensors.items()
-            ],
-        )
+        with _without_collecting():
+            self._add(
+                pair,
+                [
+                    (name, self._describe(pair, name, tensor, shapes.get(name), None, None, None, 0, None))
+                    for name, tensor in tensors.items()
+                ],
+            )
 
     def _describe(
         self,
@@ -155,7 +158,7 @@ class Batch(Handle):
                 data=found.address if 0 not in found.shape else None,
                 dtype=found.dtype,
                 ndim=len(whole),
-                shape=(c_int64 * TB_MAX_DIMS)(*whole),
+                shape=Dims(*whole),
                 layout=str(its_layout).encode() if its_layout else None,
                 wire_dtype=0 if wire_dtype is None else _values.dtype("wire_dtype", wire_dtype),
                 group=_values.integer("group", group, 0, 2**32 - 2),
@@ -207,6 +210,12 @@ class Batch(Handle):
         One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
         module that FSDP has unsharded, unless ``reshard`` asks to reshard it first.
         """
+        with _without_collecting():
+            self._add_module(pair, module, buffers, reshard, mesh, ranks, wire_dtype)
+
+    def _add_module(
+        self, pair: Pair, module: Any, buffers: bool, reshard: bool, mesh: Any, ranks: Any, wire_dtype: Any
+    ) -> None:
         watch = _module.Watch(
             module,
             buffers=_values.flag("buffers", buffers),
@@ -526,6 +535,18 @@ def _add_all(
     lib.tb_batch_add_all(batch, pair, names, described, len(tensors), None if nadded is None else byref(nadded))
 
 
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Tens of thousands of objects are made, none of them garbage: the collector would look at all again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _reinterpret(view: _tensors.View, dtype: Any) -> _tensors.View:
     """The same bits as another dtype of the same width; or, of 4 bits, two elements to a byte."""
     if dtype is None:
@@ -579,7 +600,7 @@ def _check_part(pair: Pair, its: Layout | None, whole: tuple[int, ...], part: tu
             raise Invalid(f"it has no layout, and {pair._what} was made without one")
         expected = whole
     else:
-        expected = its.local_shape(whole, pair.index)
+        expected = part_shape(its, whole, pair.index)
         if pair.index not in its.ranks and part != expected and 0 not in part:
             raise Invalid(f"seat {pair.index} is not in its layout, '{its}', so that it holds nothing; not {part}")
     if part != expected and not (0 in part and 0 in expected):

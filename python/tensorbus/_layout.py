@@ -75,7 +75,7 @@ class Layout:
         >>> tb.layout("mesh=2,2 place=S0,S1").local_shape((600, 400), rank=1)
         (300, 200)
         """
-        return _local_shape(self, _values.dims("shape", shape), _values.integer("rank", rank, 0, TB_MAX_RANKS - 1))
+        return part_shape(self, _values.dims("shape", shape), _values.integer("rank", rank, 0, TB_MAX_RANKS - 1))
 
     def _find_local(self, shape: Any, rank: int) -> tb_local:
         found = tb_local()
@@ -89,7 +89,8 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def _local_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """``layout.local_shape``, kept, for values that are known to be right."""
     found = layout._find_local(shape, rank)
     dims = tuple(found.shape.dim[: found.shape.ndim])
     lib.tb_local_fini(byref(found))

@@ -33,10 +33,8 @@ class _Place:
     name: str
     tensor: Any
     spec: Any  # of a DTensor, else None
+    held: _torch.Held
     local: Any  # in the memory that the batch borrows
-    storage: Any
-    storage_address: int
-    storage_nbytes: int
     view: _tensors.View
 
 
@@ -118,36 +116,13 @@ class Watch:
     def _read(self, owner: dict[str, Any], key: str, name: str) -> _Place:
         tensor = owner[key]
         try:
-            view = _torch.read(tensor, self._ranks, self._meshes)
+            view = _torch.read(tensor, self._ranks, self._meshes, plain=self._plain_layout, looks=False)
         except Error as error:
             raise type(error)(f"parameter '{name}': {error}") from None
         assert view is not None  # parameters are tensors
-        is_dtensor = _torch.is_dtensor(tensor)
-        layout = view.layout if is_dtensor else self._plain_layout
-        view = _tensors.View(  # without look_again: this looks at it
-            view.address,
-            view.dtype,
-            view.shape,
-            view.strides,
-            view.device,
-            view.keepalive,
-            global_shape=view.global_shape,
-            layout=layout,
-        )
-        local = _torch.local_part(tensor)
-        storage = local.untyped_storage()
-        return _Place(
-            owner,
-            key,
-            name,
-            tensor,
-            tensor._spec if is_dtensor else None,
-            local.detach(),
-            storage,
-            storage.data_ptr(),
-            storage.nbytes(),
-            view,
-        )
+        held: Any = view.keepalive
+        spec = tensor._spec if _torch.is_dtensor(tensor) else None
+        return _Place(owner, key, name, tensor, spec, held, held.local.detach(), view)
 
     @property
     def views(self) -> dict[str, _tensors.View]:
@@ -170,9 +145,8 @@ class Watch:
                 local = tensor if spec is None else tensor._local_tensor
                 if (
                     (spec is None or tensor._spec is spec)
-                    and place.storage.nbytes() == place.storage_nbytes
-                    and local.data_ptr() == place.local.data_ptr()
-                    and place.storage.data_ptr() == place.storage_address
+                    and local.data_ptr() == place.held.address
+                    and place.held.is_intact
                 ):
                     continue
             found = self._look_closer(place, tensor)
@@ -207,7 +181,7 @@ class Watch:
             )
         if view.dtype != was.dtype:
             raise Refused(f"{what} has another dtype than when it was registered; make the batch again")
-        if place.storage.nbytes() != place.storage_nbytes or place.storage.data_ptr() != place.storage_address:
+        if not place.held.is_intact:
             raise Invalid(f"the memory of {what} was freed or resized after it was registered; make the batch again")
         place.tensor, place.spec = now.tensor, now.spec
         same = (view.address, view.strides) == (was.address, was.strides)

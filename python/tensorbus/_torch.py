@@ -86,28 +86,44 @@ def _dtype(tensor: Any) -> int:
     return number
 
 
-class _Held:
+class Held:
     """Keeps a tensor's memory alive, and sees when it is not the tensor's any more."""
 
-    __slots__ = ("_address", "_local", "_storage", "_storage_address", "_storage_nbytes", "_tensor")
+    __slots__ = ("_tensor", "address", "local", "storage", "storage_address", "storage_nbytes")
 
     def __init__(self, tensor: Any, local: Any) -> None:
-        self._tensor, self._local, self._storage = tensor, local, local.untyped_storage()
-        self._address = local.data_ptr()
-        self._storage_address, self._storage_nbytes = self._storage.data_ptr(), self._storage.nbytes()
+        self._tensor, self.local, self.storage = tensor, local, local.untyped_storage()
+        self.address = local.data_ptr()
+        self.storage_address, self.storage_nbytes = self.storage.data_ptr(), self.storage.nbytes()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the memory is where it was, and as long."""
+        return bool(
+            self.storage.nbytes() == self.storage_nbytes and self.storage.data_ptr() == self.storage_address,
+        )
 
     def look_again(self) -> None:
-        if self._storage.nbytes() != self._storage_nbytes or self._storage.data_ptr() != self._storage_address:
+        """Raises if the memory is not the tensor's any more."""
+        if not self.is_intact:
             raise Invalid("its memory was freed or resized after it was added; make the batch again")
-        if local_part(self._tensor).data_ptr() != self._address:
+        if local_part(self._tensor).data_ptr() != self.address:
             raise Invalid("it has moved to other memory since it was added; make the batch again, or use add_module")
 
 
-def read(tensor: Any, ranks: _dtensor.RankMap | None = None, within: tuple[Any, ...] = ()) -> _tensors.View | None:
+def read(
+    tensor: Any,
+    ranks: _dtensor.RankMap | None = None,
+    within: tuple[Any, ...] = (),
+    *,
+    plain: str | None = None,
+    looks: bool = True,
+) -> _tensors.View | None:
     """Where a tensor of PyTorch is; None for anything else.
 
     ``ranks`` maps the ranks of a DTensor's mesh to seats. If that is a sub-mesh of one of the meshes ``within``,
-    the meshes beside it have copies.
+    the meshes beside it have copies. ``plain`` is the layout of other tensors. Without ``looks``, the caller looks at
+    it again.
     """
     torch = loaded()
     if torch is None or not isinstance(tensor, torch.Tensor):
@@ -118,17 +134,17 @@ def read(tensor: Any, ranks: _dtensor.RankMap | None = None, within: tuple[Any, 
     shape = tuple(local.shape)
     if spec is not None and not spec.mesh._is_current_rank_part_of_mesh():
         shape = (0,) * len(spec.shape)  # torch has no shape for what this rank has: nothing
-    held = _Held(tensor, local)
+    held = Held(tensor, local)
     return _tensors.View(
-        address=local.data_ptr() if local.numel() else 0,
+        address=held.address if local.numel() else 0,
         dtype=_dtype(local),
         shape=shape,
         strides=None if local.is_contiguous() else tuple(local.stride()),
         device=device_name(local),
         keepalive=held,
         global_shape=None if spec is None else tuple(spec.shape),
-        layout=None if spec is None else spec_layout(spec, ranks, within),
-        look_again=held.look_again,
+        layout=plain if spec is None else spec_layout(spec, ranks, within),
+        look_again=held.look_again if looks else None,
     )
 
 

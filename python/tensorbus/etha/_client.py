@@ -37,7 +37,7 @@ class TransferError(tb.Error, RuntimeError):
     """What is no ValueError, TimeoutError or ConnectionError, as Etha's clients expect it."""
 
 
-class NotYet(_Busy, tb.Timeout):  # type: ignore[misc, unused-ignore]
+class NotYet(tb.Timeout, _Busy):  # type: ignore[misc, unused-ignore]
     """The transfer has not ended when ``Completion.acquire`` gives up; it goes on."""
 
 
