@@ -7,7 +7,8 @@ if [ ! -e ../build/python-venv/requirements.txt ]; then
     echo "skipped: there is no build/python-venv"
     exit 77
 fi
-export PYTHONPATH="$PWD" PYTHONDONTWRITEBYTECODE=1
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPATH="$PWD" PYTHONPYCACHEPREFIX="$PWD/../build/pycache"
 case $1 in
 # tensorbus.etha needs PyTorch, and has no examples in docstrings.
 docstrings) exec "$python" -m pytest -q -p no:cacheprovider --doctest-modules tensorbus --ignore tensorbus/etha ;;
