@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Coroutine, Generator
 from ctypes import byref, c_void_p
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -89,7 +90,7 @@ def waiting(name: str, begin: Callable[_P, Call[_T]]) -> Callable[_P, _T]:
     def wait(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return begin(*args, **kwargs).wait()
 
-    wait.__name__ = name
+    _name(wait, begin, name)
     return wait
 
 
@@ -100,6 +101,14 @@ def awaiting(name: str, begin: Callable[_P, Call[_T]]) -> Callable[_P, Coroutine
     async def wait(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return await begin(*args, **kwargs)
 
-    wait.__name__ = f"{name}_async"
     wait.__doc__ = f"``{name}`` in asyncio."
+    _name(wait, begin, f"{name}_async")
     return wait
+
+
+def _name(function: Any, begin: Callable[..., Any], name: str) -> None:
+    """As help() shows it: what the call makes is what the function returns."""
+    signature = inspect.signature(begin)
+    made = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
+    function.__name__, function.__qualname__ = name, f"{begin.__qualname__.rpartition('.')[0]}.{name}".lstrip(".")
+    function.__signature__ = signature.replace(return_annotation=made)

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import _values
 from ._c import TB_MAX_RANKS, TB_NO_RANK, find, lib, take_text, tb_local, tb_plan_opts, tb_plan_stats
-from ._errors import Error, Invalid
+from ._errors import Error, Invalid, Refused
 
 Segments = list[list[tuple[int, int]]]
 
@@ -146,7 +146,16 @@ class PlanStats:
 class Plan:
     """What moves between two layouts of a tensor; made by ``tb.plan``. The same on every rank."""
 
-    def __init__(self, src: Layout, dst: Layout, shape: Any, dtype: Any, hosts: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        src: Layout,
+        dst: Layout,
+        shape: Any,
+        dtype: Any,
+        hosts: Sequence[int] | None = None,
+        unbalanced: bool = False,
+        whole_rows: bool = False,
+    ) -> None:
         self.src, self.dst = src, dst
         self.shape = _values.dims("shape", shape)
         self._dtype = _values.dtype("dtype", dtype)
@@ -154,7 +163,9 @@ class Plan:
         if hosts is not None:
             self.hosts = tuple(_values.integer("a host", h, 0, 2**31 - 1) for h in _values.items("hosts", hosts))
         self._handle = c_void_p()
-        opts = tb_plan_opts()
+        opts = tb_plan_opts(
+            unbalanced=_values.flag("unbalanced", unbalanced), whole_rows=_values.flag("whole_rows", whole_rows)
+        )
         if self.hosts is not None:
             opts.hosts = (ctypes.c_int32 * len(self.hosts))(*self.hosts)
             opts.nhosts = len(self.hosts)
@@ -235,6 +246,8 @@ class Plan:
 
     def svg(self) -> str:
         """A picture of both sides and of what goes between them, as ``tensorbus plan --svg`` draws it."""
+        if self._opts.unbalanced or self._opts.whole_rows:
+            raise Refused("pictures are of plans without the options unbalanced and whole_rows")
         arguments = {
             "--shape": ",".join(map(str, self.shape)),
             "--dtype": self.dtype,
@@ -255,11 +268,21 @@ class Plan:
             destroy(handle)
 
 
-def plan(src: str | Layout, dst: str | Layout, shape: Any, dtype: Any, *, hosts: Sequence[int] | None = None) -> Plan:
+def plan(
+    src: str | Layout,
+    dst: str | Layout,
+    shape: Any,
+    dtype: Any,
+    *,
+    hosts: Sequence[int] | None = None,
+    unbalanced: bool = False,
+    whole_rows: bool = False,
+) -> Plan:
     """Which elements go from which rank to which, for a tensor of this global shape.
 
     ``hosts`` has the machine of rank 0, 1, 2, ...; then sources on the target's machine are preferred, and data crosses
-    between machines once.
+    between machines once. With ``unbalanced``, the first replica sends everything, to compare with; with
+    ``whole_rows``, what replicas share is not cut along the last dimension.
 
     >>> import tensorbus as tb
     >>> p = tb.plan("mesh=4 place=S0", "mesh=2,2 place=R,S1", (6144, 4096), "bf16")
@@ -267,4 +290,4 @@ def plan(src: str | Layout, dst: str | Layout, shape: Any, dtype: Any, *, hosts:
     >>> p.stats().max_send == p.stats().min_max_send
     True
     """
-    return Plan(layout(src), layout(dst), shape, dtype, hosts)
+    return Plan(layout(src), layout(dst), shape, dtype, hosts, unbalanced, whole_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,12 @@ def test_calls_of_one_process(tmp_path: Path) -> None:
     assert p.stats().max_send == p.stats().min_max_send
     p.check()
     assert p.svg().startswith("<svg")
+    first = tb.plan("mesh=2,2 place=R,S0", "mesh=4 place=S0 ranks=4..7", (64, 64), "bf16", unbalanced=True)
+    assert first.stats().max_send > first.stats().min_max_send
+    whole = tb.plan("mesh=4 place=R", "mesh=1 place=R ranks=4", (2, 64), "u8", whole_rows=True)
+    assert {route.lengths[1] for route in whole.routes(4)} == {64}
+    with pytest.raises(tb.Refused, match="unbalanced"):
+        first.svg()
     assert tb.layout("mesh=4 place=S0").local((10,), rank=3) == [[(9, 10)]]
     with tb.join(f"unix:{tmp_path}/bus", group="trainer", index=0, size=1) as bus:
         service = tb.copy_service(bus, "trainer")
@@ -78,6 +85,12 @@ def test_calls_of_one_process(tmp_path: Path) -> None:
     assert all(issubclass(kind, tb.Error) for kind in kinds)
     assert issubclass(tb.Timeout, TimeoutError)
     assert issubclass(tb.PeerLost, ConnectionError)
+
+
+def test_help_tells_what_is_returned() -> None:
+    assert str(inspect.signature(tb.join)).endswith("-> 'Bus'")
+    assert str(inspect.signature(tb.Bus.pair)).endswith("-> 'Pair'")
+    assert tb.Bus.pair_async.__qualname__ == "Bus.pair_async"
 
 
 def test_a_cancelled_await_cancels_the_transfer(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def _rank(folder: str, module: str, group: str, index: int, size: int, function:
 
 def _main(folder: str, module: str, group: str, size: str, function: str, args: str) -> int:
     import_module(module)
+    import_module("torch._dynamo")  # which DTensors import when they are first used, in every rank
     children = []
     for index in range(int(size)):
         child = os.fork()
