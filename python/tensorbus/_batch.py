@@ -158,7 +158,7 @@ class Batch(Handle):
                 data=found.address if 0 not in found.shape else None,
                 dtype=found.dtype,
                 ndim=len(whole),
-                shape=Dims(*whole),
+                shape=_c_dims(whole),
                 layout=str(its_layout).encode() if its_layout else None,
                 wire_dtype=0 if wire_dtype is None else _values.dtype("wire_dtype", wire_dtype),
                 group=_values.integer("group", group, 0, 2**32 - 2),
@@ -533,6 +533,12 @@ def _add_all(
     names = (c_char_p * len(tensors))(*(name.encode() for name, _, _ in tensors))
     described = (tb_tensor * len(tensors))(*(t for _, _, t in tensors))
     lib.tb_batch_add_all(batch, pair, names, described, len(tensors), None if nadded is None else byref(nadded))
+
+
+@functools.lru_cache(maxsize=4096)
+def _c_dims(whole: tuple[int, ...]) -> Any:
+    """Kept: the many tensors of a model have few shapes. Structs copy it."""
+    return Dims(*whole)
 
 
 @contextmanager
