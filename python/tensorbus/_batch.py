@@ -509,10 +509,8 @@ class Batch(Handle):
             transfer._finish(cancels=True)
         if handle := self._take():
             self._bus._batches.remove(self)
-            lib.tb_batch_destroy(handle)
-            self._tensors.clear()
-            self._to_look_at.clear()
-            self._watches.clear()
+            self._destroy(self._bus, lib.tb_batch_destroy, handle, (self._tensors, self._watches))
+            self._tensors, self._to_look_at, self._watches = {}, [], []
 
 
 @functools.lru_cache(maxsize=64, typed=True)

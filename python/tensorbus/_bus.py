@@ -16,7 +16,7 @@ from ._c import TB_MAX_RANKS, lib, take_text, tb_batch_opts, tb_pair_opts, tb_wo
 from ._call import Call, awaiting, waiting
 from ._copy import CopyService
 from ._errors import Invalid, Timeout
-from ._handle import Deadline, Handle
+from ._handle import Deadline, Handle, finish_apart
 from ._layout import Layout
 from ._pair import Pair
 
@@ -198,8 +198,20 @@ class Bus(Handle):
         c_group = _values.text("group", group)
         index = _values.integer("index", index, 0, TB_MAX_RANKS - 1)
         size = _values.integer("size", size, 1, TB_MAX_RANKS)
+        failures: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                lib.tb_world_enter(world, c_group, index, size)
+            except BaseException as error:
+                failures.append(error)
+
         with self._use() as world:
-            lib.tb_world_enter(world, c_group, index, size)
+            thread = finish_apart(self, body)
+            while thread.is_alive():
+                thread.join(0.2)  # signals are handled
+            for failure in failures:
+                raise failure
             self._seats[group] = (index, size)
 
     def _pairing(
@@ -302,7 +314,7 @@ class Bus(Handle):
         for pair in list(self._pairs):
             pair.close()
         if handle := self._take():
-            lib.tb_world_destroy(handle)
+            self._destroy(None, lib.tb_world_destroy, handle, None)
         _live.discard(self)
 
 

@@ -10,10 +10,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from ._c import lib
 from ._errors import Cancelled
-from ._handle import Handle, is_readable, readable, sleep_until_readable
+from ._handle import Handle, finish_apart, is_readable, readable, sleep_until_readable
 
 _T = TypeVar("_T", bound=Handle)
 _P = ParamSpec("_P")
+_PATIENCE_S = 0.5  # with a call that was given up
 
 
 class Call(Handle, Generic[_T]):
@@ -76,9 +77,12 @@ class Call(Handle, Generic[_T]):
         return self._result
 
     def close(self) -> None:
-        """Gives it up if it is under way."""
+        """Gives it up if it is under way. It ends soon, but for one whose store does not answer."""
         if handle := self._take():
-            lib.tb_call_destroy(handle)
+            if self._owner is None or is_readable(lib.tb_call_fd(handle)):
+                lib.tb_call_destroy(handle)
+            else:
+                finish_apart(self._owner, lambda: lib.tb_call_destroy(handle)).join(_PATIENCE_S)
         if self._owner is not None and self in self._owner._calls:
             self._owner._calls.remove(self)
 

@@ -46,6 +46,7 @@ class Handle:
         self._handle = c_void_p()
         self._lock = threading.RLock()
         self._calls: list[Call[Any]] = []  # that use it, and are under way
+        self._ending: list[threading.Thread] = []  # that still use it, for what was given up
         self._made_by = os.getpid()
         self._forks_before = _nforks
 
@@ -89,6 +90,22 @@ class Handle:
             handle, self._handle = self._handle, c_void_p()
         return handle if handle else None
 
+    def _destroy(self, owner: Handle | None, destroy: Callable[..., object], handle: c_void_p, kept: object) -> None:
+        """Destroys the handle after what still uses it: apart if there is any. ``kept`` stays until then."""
+        users = [t for t in self._ending + (owner._ending if owner else []) if t.is_alive()]
+        if not users:
+            destroy(handle)
+            return
+
+        def body() -> None:
+            for user in users:
+                user.join()
+            destroy(handle)
+            del kept_until_then[:]
+
+        kept_until_then = [kept]
+        finish_apart(owner or self, body)
+
     def close(self) -> None:
         """Gives it up. May be called again."""
         raise NotImplementedError
@@ -106,6 +123,14 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<tensorbus.{type(self).__name__} {self._what}{', closed' if self.is_closed else ''}>"
+
+
+def finish_apart(owner: Handle, body: Callable[[], object]) -> threading.Thread:
+    """Calls what may wait for a store or peer that is silent. It ends by its own deadline; nobody waits for that."""
+    thread = threading.Thread(target=body, daemon=True)
+    owner._ending = [t for t in owner._ending if t.is_alive()] + [thread]
+    thread.start()
+    return thread
 
 
 def is_readable(fd: int, milliseconds: float = 0) -> bool:

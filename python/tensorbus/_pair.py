@@ -34,6 +34,6 @@ class Pair(Handle):
     def close(self) -> None:
         """Gives the pair up; its batches can't be moved through it any more."""
         if handle := self._take():
-            lib.tb_pair_destroy(handle)
+            self._destroy(self._bus, lib.tb_pair_destroy, handle, None)
         if self in self._bus._pairs:
             self._bus._pairs.remove(self)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,3 +161,45 @@ def test_pickling_is_refused(tmp_path: Path) -> None:
             pickle.dumps(bus)
     assert pickle.loads(pickle.dumps(tb.layout("mesh=2 place=S0"))).ranks == (0, 1)
     assert np.array_equal(tb.empty((2,), "u8").numpy().shape, (2,))
+
+
+STORE = """
+import sys, tensorbus as tb
+with tb.join("unix:" + sys.argv[1] + "/bus", group="store", index=0, size=1):
+    print("up", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ['bus.enter("c", 0, 1)', 'bus.pair("z", "b", "mesh=1 place=R", wait=False)', "batch.register(timeout=50)"]
+)
+def test_ctrl_c_while_the_store_is_silent(call: str, tmp_path: Path) -> None:
+    """The call ends at once, and so does the program, though the library waits for the store's answer."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    store = subprocess.Popen([sys.executable, "-c", STORE, str(tmp_path)], text=True, **pipes)
+    try:
+        assert store.stdout is not None
+        assert store.stdout.readline() == "up\n"
+        script = SCRIPT.format(call=f"sys.stdin.readline(); {call}").replace("size=1)", "size=1, timeout=50)")
+        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], text=True, **pipes)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        store.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 20
+        while "T (stopped)" not in Path(f"/proc/{store.pid}/status").read_text() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        time.sleep(0.5)
+        assert process.poll() is None
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "ended\n"
+        _, errors = process.communicate(timeout=30)
+        assert "KeyboardInterrupt" in errors
+        assert time.monotonic() - begun < 20
+    finally:
+        store.kill()
+        store.wait()
