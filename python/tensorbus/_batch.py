@@ -172,7 +172,7 @@ class Batch(Handle):
         return described, found
 
     def _add(self, pair: Pair, tensors: list[tuple[str, tuple[tb_tensor, _tensors.View]]]) -> None:
-        with self._use() as batch, pair._use() as c_pair:
+        with self._use() as batch, self._own(pair)._use() as c_pair:
             new = [(name, view, described) for name, (described, view) in tensors]
             kept = self._tensors.setdefault(pair, [])
             nkept = len(kept)

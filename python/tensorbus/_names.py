@@ -108,7 +108,7 @@ class Names:
         )
         if first_layers is not None:
             first = _numbers("first_layers", first_layers)
-            wanted = max(nchunks, 1) * nstages  # the library can't see how many there are
+            wanted = max(opts.nchunks, 1) * opts.nstages  # the library can't see how many there are
             if len(first) != wanted:
                 raise Invalid(f"first_layers has {len(first)} numbers; {wanted} stages of all chunks have one each")
             opts.first_layers = first

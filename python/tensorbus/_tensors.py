@@ -151,12 +151,15 @@ _capsule_pointer.restype = c_void_p
 
 def _export(tensor: Any) -> Any:
     """The tensor's capsule. Nothing is waited for: transfers have a stream of their own."""
-    on_cpu = tensor.__dlpack_device__()[0] == 1
-    stream: dict[str, Any] = {} if on_cpu else {"stream": -1}
     try:
-        return tensor.__dlpack__(max_version=(1, 1), **stream)
-    except TypeError:  # of before DLPack 1.0
-        return tensor.__dlpack__(**stream)
+        kind, _ = tensor.__dlpack_device__()
+        stream: dict[str, Any] = {} if kind == 1 else {"stream": -1}
+        try:
+            return tensor.__dlpack__(max_version=(1, 1), **stream)
+        except TypeError:  # of before DLPack 1.0
+            return tensor.__dlpack__(**stream)
+    except Exception as error:
+        raise Invalid(f"its DLPack is of no use: {type(error).__name__}: {error}") from error
 
 
 def _read_dlpack(tensor: Any) -> View | None:

