@@ -63,8 +63,8 @@ def _check(torch: Any, tensor: Any) -> None:
             f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}, whose memory need not be its "
             "elements; add the tensors that it is made of, or its .data if that is all of it"
         )
-    if tensor.layout is not torch.strided:
-        raise Refused(f"it is {tensor.layout}, not strided")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise Refused(f"it is {'nested' if tensor.is_nested else tensor.layout}, not strided")
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise Refused("its elements are not what is in its memory: it is quantized, conjugated or negated lazily")
 

@@ -224,6 +224,7 @@ def refused_parameters() -> dict[str, tuple[Any, str]]:
         "lazy": (nn.parameter.UninitializedParameter(), "UninitializedParameter"),
         "complex": (nn.Parameter(torch.zeros(4, dtype=torch.complex64)), "complex64"),
         "sparse": (nn.Parameter(torch.eye(3).to_sparse()), "sparse"),
+        "nested": (nn.Parameter(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])), "nested"),
     }
 
 
