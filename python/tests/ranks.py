@@ -12,7 +12,7 @@ from typing import Any
 import tensorbus as tb
 
 _spawn = multiprocessing.get_context("spawn")
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
