@@ -1,13 +1,16 @@
-"""Etha's chunks and buckets over gloo, and ours, side by side, on CPU processes: planning, and moving tensors.
+"""Etha over gloo, and ours, side by side, on CPU processes: planning, and moving tensors, also through agents.
 
     ./dev test torch -k nothing   # makes build/torch-venv, once
     build/torch-venv/bin/python bench/python/etha_peers.py CHECKOUT [--mib 512] [--tensors 300] [--rounds 5]
 
-CHECKOUT is one of Etha, whose package needs msgspec. Planning is one rank's part of it, for 64 and 256 ranks, half of
+CHECKOUT is one of Etha, whose package needs what tests/ancestors/requirements.txt lists. Planning is one rank's part of it, for 64 and 256 ranks, half of
 which (TP8) send to the other half (TP4): the map, and the chunks of all tensors. Their map is made by collectives; what
 counts is the processor time of one rank, without waiting, and without the process groups that their broadcasts need.
 Moving is from four ranks, which have rows, to four others, which want columns, by ``bucket_comm`` of either: one tensor,
-and many. All of it is in one run, on the same tensors, which are compared.
+and many; and the same by blocking transfers of clients, each of which has an agent. Tensors are allocated by torch,
+and once more by ``tensorbus.empty``, whose memory other processes can map. The first transfer is told apart from the
+later ones: it makes connections, maps memory, and moves it into huge pages. All of it is in one run, on the same
+tensors, which are compared; the copy of as many bytes by two processes, each within itself, is what the machine can do.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -30,6 +35,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "python")]
 warnings.simplefilter("ignore")
 
+import tensorbus as tb  # noqa: E402
+import tensorbus.etha  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  # which DTensor imports in each process otherwise
 import torch.distributed as dist  # noqa: E402
@@ -41,14 +48,17 @@ from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 def import_etha(checkout: str) -> Any:
     """Their package, on a machine without a GPU."""
     sys.path.insert(0, str(Path(checkout).resolve() / "src"))
-    sys.modules["etha.tensor_bus"] = types.ModuleType("etha.tensor_bus")  # it needs more packages, and is not measured
+    sys.modules["etcd3"] = types.ModuleType("etcd3")  # which their package imports, and does not use here
     import etha.comm
     import etha.comm.get_chunks
+    import etha.tensor_bus
 
-    done = types.SimpleNamespace(record=lambda: None, query=lambda: True)
-    torch.cuda.Event = lambda: done  # type: ignore[assignment, misc]
-    torch.cuda.synchronize = lambda: None  # type: ignore[assignment]
-    return etha.comm
+    done = types.SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda _: 0.0)
+    torch.cuda.Event = lambda **_: done  # type: ignore[assignment, misc]
+    torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
+    init = dist.init_process_group
+    dist.init_process_group = lambda backend, **how: init("gloo", **how)  # type: ignore[assignment]
+    return etha
 
 
 def run_ranks(nranks: int, job: Callable[..., None], *args: Any) -> int:
@@ -120,46 +130,156 @@ def plan(rank: int, theirs: Any, nranks: int, tensors: int, rounds: int) -> None
 # ---- Moving ---------------------------------------------------------------------------------------------------------
 
 
+class Weights:
+    """A rank's parts of all tensors, of which ranks 0 to 3 have rows, 4 to 7 columns."""
+
+    def __init__(self, rank: int, count: int, side: int, is_ours: bool) -> None:
+        self.sends = rank < 4
+        numbers = torch.arange(side)
+        mine = numbers.chunk(4)[rank % 4]
+        rows, columns = (mine, numbers) if self.sends else (numbers, mine)
+        self._wanted = (rows[:, None] * 7 + columns[None, :]).remainder(8191).float()
+        shape = tuple(self._wanted.shape)
+        self.tensors = [tb.empty(shape, "f32").torch() if is_ours else torch.empty(shape) for _ in range(count)]
+        self.begin(0)
+
+    def begin(self, version: int) -> None:
+        """Gives sources their values, and targets others."""
+        for i, tensor in enumerate(self.tensors):
+            if self.sends:
+                torch.add(self._wanted, i + version, out=tensor)
+            else:
+                tensor.fill_(-1)
+
+    def check(self, version: int) -> None:
+        """Fails unless all values are those of the version."""
+        for i, tensor in enumerate(self.tensors):
+            assert torch.equal(tensor, self._wanted + (i + version)), (version, i)
+
+
+def tell(what: str, total: int, taken: dict[str, list[float]], first: float | None = None) -> None:
+    """Prints the first transfer, and the median of the others."""
+    medians = {name: statistics.median(each[1:]) for name, each in taken.items()}
+    first = first or next(iter(medians.values()))
+    for name, median in medians.items():
+        print(f"{what}: {name} {median * 1e3:.0f} ms", end="")
+        print(f", {total / median / 1e9:.2f} GB/s ({first / median:.1f} times)", end="")
+        print(f"; the first one {taken[name][0] * 1e3:.0f} ms", flush=True)
+
+
+def measure(weights: Weights, rounds: int, meet: Callable[[], Any], transfer: Callable[[], Any]) -> list[float]:
+    """How long transfers take until all ranks have ended; the tensors are compared after each."""
+    taken = []
+    for version in range(1, rounds + 2):
+        weights.begin(version)
+        meet()
+        begin = time.perf_counter()
+        transfer()
+        meet()
+        taken.append(time.perf_counter() - begin)
+        weights.check(version)
+    return taken
+
+
+WAYS = (("Etha, gloo", False, False), ("tensorbus", True, False), ("tensorbus, tensorbus.empty", True, True))
+
+
 def move(rank: int, theirs: Any, count: int, side: int, rounds: int) -> None:
-    """Ranks 0 to 3 have rows, 4 to 7 columns."""
-    is_source = rank < 4
+    """By ``bucket_comm``."""
     meshes = [DeviceMesh("cpu", torch.arange(first, first + 4)) for first in (0, 4)]
-    numbers = torch.arange(side)
-    mine = numbers.chunk(4)[rank % 4]
-    rows, columns = (mine, numbers) if is_source else (numbers, mine)
-    wanted = (rows[:, None] * 7 + columns[None, :]).remainder(8191).float()
-    tensors = [torch.full(wanted.shape, -1.0) for _ in range(count)]
-    taken: dict[str, list[float]] = {}
-    buckets = {}
-    for name, comm in (("Etha, gloo", theirs), ("tensorbus", our_comm)):
+    taken = {}
+    for name, is_ours, has_our_memory in WAYS:
+        comm = our_comm if is_ours else theirs.comm
+        weights = Weights(rank, count, side, has_our_memory)
         made = comm.get_m2m_map(meshes[0], (Shard(0),), meshes[1], (Shard(1),), group=dist.group.WORLD)
         chunks = []
-        for tensor in tensors:
-            parts = (tensor, None) if is_source else (None, tensor)
+        for tensor in weights.tensors:
+            parts = (tensor, None) if weights.sends else (None, tensor)
             chunks += comm.m2m_to_chunks(made, rank, *parts)
-        buckets[name] = comm, comm.chunk_to_bucket_ops(chunks, 16 << 20)
-    for version in range(1, rounds + 2):
-        for name, (comm, its) in buckets.items():
-            for i, tensor in enumerate(tensors):
-                if is_source:
-                    torch.add(wanted, i + version, out=tensor)
-                else:
-                    tensor.fill_(-1)
-            dist.barrier()
-            begin = time.perf_counter()
-            comm.bucket_comm(its)
-            dist.barrier()
-            if version > 1:  # the first one makes connections
-                taken.setdefault(name, []).append(time.perf_counter() - begin)
-            for i, tensor in enumerate(tensors):
-                assert torch.equal(tensor, wanted + (i + version)), (name, version, i)
+        buckets = comm.chunk_to_bucket_ops(chunks, 16 << 20)
+        taken[name] = measure(weights, rounds, dist.barrier, lambda c=comm, b=buckets: c.bucket_comm(b))
     if rank == 0:
-        medians = {name: statistics.median(each) for name, each in taken.items()}
         total = count * side * side * 4
-        for name, median in medians.items():
-            times = medians["Etha, gloo"] / median
-            print(f"move, {total >> 20} MiB in {count} tensors: {name} {median * 1e3:.0f} ms", end="")
-            print(f", {total / median / 1e9:.2f} GB/s ({times:.1f} times)", flush=True)
+        tell(f"move, {total >> 20} MiB in {count} tensors", total, taken)
+
+
+def free_port() -> int:
+    """One that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def move_through_agents(theirs: Any, count: int, side: int, rounds: int) -> int:
+    """By clients, four that send and four that receive, and their agents."""
+    total = count * side * side * 4
+    fork = multiprocessing.get_context("fork")
+    codes, first = [], None
+    for name, is_ours, has_our_memory in WAYS:
+        package = tensorbus.etha if is_ours else theirs.tensor_bus
+        ports = free_port(), free_port()
+        meeting, times = fork.Barrier(8), fork.SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+
+            def serve(rank: int, package: Any = package, ports: Any = ports, folder: str = folder) -> None:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+                paths = f"{folder}/{rank}_command", f"{folder}/{rank}_state"
+                package.TensorBusAgent(rank, 8, "127.0.0.1", ports[1], *paths).run()
+
+            def use(
+                rank: int,
+                package: Any = package,
+                folder: str = folder,
+                has_our_memory: bool = has_our_memory,
+                meeting: Any = meeting,
+                times: Any = times,
+            ) -> None:
+                torch.set_num_threads(1)
+                os.environ["RANK"] = str(rank % 4)
+                weights = Weights(rank, count, side, has_our_memory)
+                client = package.TensorBusClient(rank, f"{folder}/{rank}_command", f"{folder}/{rank}_state", 60.0)
+                sides = ("a", "b") if weights.sends else ("b", "a")
+                mesh = DeviceMesh("cpu", torch.arange(4), _init_backend=False, _rank=rank % 4)
+                client.init_pair("p", *sides, 4, mesh, (Shard(0 if weights.sends else 1),), timeout=60.0)
+                batch = client.register_tensors("step", [(t, "p") for t in weights.tensors], 16 << 20, timeout=120.0)
+                kind = "send" if weights.sends else "recv"
+                found = measure(
+                    weights, rounds, meeting.wait, lambda: batch.transfer(kind, blocking=True, timeout=60.0)
+                )
+                if rank == 0:
+                    times.put(found)
+                meeting.wait()
+
+            agents = [fork.Process(target=serve, args=(rank,)) for rank in range(8)]
+            clients = [fork.Process(target=use, args=(rank,)) for rank in range(8)]
+            for process in (*agents, *clients):
+                process.start()
+            for client in clients:
+                client.join(300)
+            codes.append(max(1 if client.exitcode is None else abs(client.exitcode) for client in clients))
+            if codes[-1] == 0:
+                found = times.get()
+                first = first or statistics.median(found[1:])
+                tell(f"move through agents, {total >> 20} MiB in {count} tensors", total, {name: found}, first)
+            for process in (*clients, *agents):
+                process.terminate()
+                process.join()
+    return max(codes)
+
+
+def copy(rank: int, nbytes: int, rounds: int) -> None:
+    """What the machine can do: half of the bytes, from one tensor of the process to another."""
+    tensors = torch.ones(2, nbytes // 2, dtype=torch.uint8)
+    taken = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        tensors[0].copy_(tensors[1])
+        dist.barrier()
+        taken.append(time.perf_counter() - begin)
+    if rank == 0:
+        tell(f"copy, {nbytes >> 20} MiB by two processes", nbytes, {"torch": taken})
 
 
 def main() -> int:
@@ -175,10 +295,12 @@ def main() -> int:
     gc.freeze()  # else every collection in a child copies what it has in common with the others
     codes = []
     for nranks in options.ranks:
-        codes.append(run_ranks(nranks, plan, theirs, nranks, options.tensors, min(3, options.rounds)))
+        codes.append(run_ranks(nranks, plan, theirs.comm, nranks, options.tensors, min(3, options.rounds)))
+    codes.append(run_ranks(2, copy, options.mib << 20, options.rounds))
     for count in (1, options.tensors):
         side = int((options.mib * 2**18 / count) ** 0.5) // 16 * 16
         codes.append(run_ranks(8, move, theirs, count, side, options.rounds))
+        codes.append(move_through_agents(theirs, count, side, options.rounds))
     return max(codes)
 
 
