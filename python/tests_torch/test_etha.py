@@ -24,6 +24,7 @@ from tensorbus import etha
 
 _fork = multiprocessing.get_context("fork")
 PATIENCE_S = 60.0
+R = Replicate()
 
 
 def free_port() -> int:
@@ -180,6 +181,73 @@ def without_mesh(sends: bool) -> Callable[..., None]:
 
 def test_without_meshes_ranks_meet_by_their_order(tmp_path: Path) -> None:
     run(tmp_path, [[without_mesh(True)] * 2, [without_mesh(False)] * 2])
+
+
+def waits_for_all(sends: bool) -> Callable[..., tuple[float, float]]:
+    """Rank 1 of each side begins when it has seen that rank 0 has not ended; returns when it began and ended."""
+
+    def client(c: etha.TensorBusClient, rank: int, folder: Path) -> tuple[float, float]:
+        part = numbers(4, 2).chunk(2, 0)[rank].clone() if sends else torch.full((4, 2), -1.0)
+        placements = (Shard(0),) if sends else (Replicate(),)
+        c.init_pair("p", *(("a", "b") if sends else ("b", "a")), 2, mesh([0, 1]), placements)
+        handler = c.register_tensors("step", [(part, "p")])
+        has_begun = folder / f"has begun {sends}"
+        while rank == 1 and not has_begun.exists():
+            time.sleep(0.01)
+        time.sleep(0.3 * rank)
+        begin = time.monotonic()
+        done = handler.transfer("send" if sends else "recv")
+        if rank == 0:
+            has_begun.touch()
+        done.acquire(timeout=30)
+        end = time.monotonic()
+        assert torch.equal(part, numbers(4, 2).chunk(2, 0)[rank] if sends else numbers(4, 2))
+        return begin, end
+
+    return client
+
+
+def test_a_transfer_ends_when_all_ranks_have_begun_it(tmp_path: Path) -> None:
+    """Also for a receiver that needs nothing of the one that is late: as after Etha's barrier of the group."""
+    times = run(tmp_path, [[waits_for_all(True)] * 2, [waits_for_all(False)] * 2], tmp_path)
+    assert max(begin for begin, _ in times) <= min(end for _, end in times)
+
+
+def asks(sends: bool) -> Callable[..., list[bool]]:
+    def client(c: etha.TensorBusClient, rank: int, folder: Path) -> list[bool]:
+        """Rank 0 of the receivers asks early, rank 1 late: between their questions the transfer begins."""
+        part = numbers(4, 2)
+        c.init_pair("p", *(("a", "b") if sends else ("b", "a")), 1 if sends else 2, mesh([0] if sends else [0, 1]), (R,))
+        handler = c.register_tensors("step", [(part, "p")])
+        has_asked, has_sent = folder / "has asked", folder / "has sent"
+        if sends:
+            while not has_asked.exists():
+                time.sleep(0.01)
+            done = handler.transfer("send")
+            has_sent.touch()
+            done.acquire(timeout=30)
+            return []
+        answers = []
+        if rank == 0:
+            answers += [handler.query_transfer_signal() for _ in range(3)]
+            has_asked.touch()
+        while not has_sent.exists():
+            time.sleep(0.01)
+        while not answers or not answers[-1]:
+            answers.append(handler.query_transfer_signal())
+        assert handler.query_transfer_signal(blocking=False) is True
+        handler.transfer("recv", blocking=True, timeout=30)
+        return answers
+
+    return client
+
+
+def test_the_transfer_signal_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """To a question that one rank has asked before the transfer began, another gets the same answer after that."""
+    _, first, second = run(tmp_path, [[asks(True)], [asks(False)] * 2], tmp_path)
+    assert first[:3] == [False] * 3
+    assert first[-1]
+    assert first == second
 
 
 # ---- Faults ---------------------------------------------------------------------------------------------------------

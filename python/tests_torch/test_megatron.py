@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -104,6 +105,47 @@ def _leave(seat: jobs.Seat) -> None:
 
 def test_copy_service_and_a_rank_that_dies(tmp_path: Path) -> None:
     jobs.run_forked(tmp_path, __file__, 3, "_copies")
+
+
+def test_work_on_a_gpu_comes_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun on the streams that were current when tensors were submitted, and when the run begins.
+
+    Streams and copies are stand-ins: there need not be a GPU.
+    """
+    order: list[str] = []
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.cuda_stream = number
+
+        def record_event(self) -> Any:
+            order.append(f"record {self.cuda_stream}")
+            return SimpleNamespace(synchronize=lambda: order.append(f"wait for {self.cuda_stream}"))
+
+        def synchronize(self) -> None:
+            order.append(f"wait for current {self.cuda_stream}")
+
+    current = Stream(7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: current)
+    service = object.__new__(tm.CopyService)
+    service._timeout, service._events, service._own_bus = None, {}, None
+    copy = SimpleNamespace(
+        submit_send=lambda *_: order.append("send"),
+        submit_recv=lambda *_: order.append("receive"),
+        run=lambda _: order.append("copy"),
+        close=lambda: None,
+    )
+    service._copy = copy  # type: ignore[assignment]
+    tensor = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), detach=lambda: None)
+    service.submit_send(tensor, 1, 1)
+    current = Stream(8)
+    service.submit_recv(tensor, 1, 2)
+    current = Stream(9)
+    for _ in range(2):
+        service.run()
+    assert order[:4] == ["record 7", "send", "record 8", "receive"]
+    assert {"wait for 7", "wait for 8", "wait for current 9"} == set(order[4:7])
+    assert order[7:] == ["copy", "copy"]  # the second run has nothing to wait for
 
 
 def test_local_operations_are_matched_by_their_id() -> None:
@@ -409,6 +451,9 @@ def _apart(seat: jobs.Seat) -> None:
         if target is not None:
             target.register_buffer("expert_bias", torch.zeros(8, dtype=torch.bfloat16))
         made = tm.Refit(source, target, timeout=30.0)
+        refreshed: list[list[str]] = []
+        if target is not None:  # what a module makes from its weights
+            target.refresh_cache = lambda: refreshed.append(models.differing(target, len(refreshed) + 1))
         for version in 1, 2, 3:
             if source is not None:
                 models.fill(source, version)
@@ -424,6 +469,7 @@ def _apart(seat: jobs.Seat) -> None:
             if target is not None:
                 assert models.differing(target, version) == []
                 assert target.expert_bias.dtype == torch.float32
+                assert refreshed == [[]] * version
         dist.barrier()
         made.close()
         transforms = sys.modules["megatron.core.resharding.transforms"]
