@@ -34,6 +34,9 @@ class _NoStream:
 
     wait_stream = wait_event = synchronize = record
 
+    def record_event(self, *_: Any) -> _NoStream:
+        return self
+
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
