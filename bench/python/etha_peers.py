@@ -3,14 +3,16 @@
     ./dev test torch -k nothing   # makes build/torch-venv, once
     build/torch-venv/bin/python bench/python/etha_peers.py CHECKOUT [--mib 512] [--tensors 300] [--rounds 10]
 
-CHECKOUT is one of Etha, whose package needs what tests/ancestors/requirements.txt lists. Planning is one rank's part of it, for 64 and 256 ranks, half of
-which (TP8) send to the other half (TP4): the map, and the chunks of all tensors. Their map is made by collectives; what
-counts is the processor time of one rank, without waiting, and without the process groups that their broadcasts need.
-Moving is from four ranks, which have rows, to four others, which want columns, by ``bucket_comm`` of either: one tensor,
-and many; and the same by blocking transfers of clients, each of which has an agent. Tensors are allocated by torch,
-and once more by ``tensorbus.empty``, whose memory other processes can map. The first transfer is told apart from the
-later ones: it makes connections, maps memory, and moves it into huge pages. All of it is in one run, on the same
-tensors, which are compared; the copy of as many bytes by two processes, each within itself, is what the machine can do.
+CHECKOUT is one of Etha, whose package needs what tests/ancestors/requirements.txt lists. Planning is one rank's part of
+it, for 64 and 256 ranks, half of which (TP8) send to the other half (TP4): the map, and the chunks of all tensors. Their
+map is made by collectives; what counts is the processor time of one rank, without waiting, and without the process
+groups that their broadcasts need.
+
+Moving is from four ranks, which have rows, to four others, which want columns: by ``bucket_comm`` of either, and by
+blocking transfers of clients, each of which has an agent; one tensor, and many. Tensors are allocated by torch, and once
+more by ``tensorbus.empty``, whose memory other processes can map. The first transfer, which makes connections and maps
+memory, is told apart from the later ones. All of it is in one run, on the same tensors, which are compared. The copy of
+as many bytes by two processes, each within itself, shows what the machine can do.
 """
 
 from __future__ import annotations
@@ -89,9 +91,7 @@ def run_ranks(nranks: int, job: Callable[..., None], *args: Any) -> int:
 def plan(rank: int, theirs: Any, nranks: int, tensors: int, rounds: int) -> None:
     """Times the last rank's part."""
     half = nranks // 2
-    meshes = [
-        DeviceMesh("cpu", torch.arange(first, first + half).view(-1, tp)) for first, tp in ((0, 8), (half, 4))
-    ]
+    meshes = [DeviceMesh("cpu", torch.arange(first, first + half).view(-1, tp)) for first, tp in ((0, 8), (half, 4))]
     shapes = [(4096, 4096), (4096, 1024), (1024, 4096)]
     parts = [torch.empty(shape[0], shape[1] // 4, device="meta") for shape in shapes]
     taken: dict[str, list[float]] = {}

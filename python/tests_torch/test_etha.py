@@ -215,7 +215,9 @@ def asks(sends: bool) -> Callable[..., list[bool]]:
     def client(c: etha.TensorBusClient, rank: int, folder: Path) -> list[bool]:
         """Rank 0 of the receivers asks early, rank 1 late: between their questions the transfer begins."""
         part = numbers(4, 2)
-        c.init_pair("p", *(("a", "b") if sends else ("b", "a")), 1 if sends else 2, mesh([0] if sends else [0, 1]), (R,))
+        c.init_pair(
+            "p", *(("a", "b") if sends else ("b", "a")), 1 if sends else 2, mesh([0] if sends else [0, 1]), (R,)
+        )
         handler = c.register_tensors("step", [(part, "p")])
         has_asked, has_sent = folder / "has asked", folder / "has sent"
         if sends:

@@ -1,9 +1,10 @@
 """Megatron-LM's tests of whole models, test_model_swap.py, and of its executor, test_execution.py, with tensorbus.
 
-``python megatron_swap.py CHECKOUT [--limit SECONDS]`` prints a line for each test as it ends. The tests are read from the
-checkout and run as they are, on one GPU, or on the CPU where torch sees none. Each is run by as many forked processes
-as its layouts need, over gloo, since NCCL wants a GPU for each of them. Tests that want Transformer Engine get Megatron's
-own layers where it is not installed. The tests' two parameters for how weights are moved stand for two ways of ours:
+``python megatron_swap.py CHECKOUT [--limit SECONDS]`` prints a line for each test as it ends. The tests are read from
+the checkout and run as they are, on one GPU, or on the CPU where torch sees none. Each is run by as many forked
+processes as its layouts need, over gloo, since NCCL wants a GPU for each of them. Tests that want Transformer Engine
+get Megatron's own layers where it is not installed. The tests' two parameters for how weights are moved stand for two
+ways of ours:
 
 - ``gloo``: their ``swap_model_weights``, with our planner and our copy service
 - ``nccl``: our ``refit``
@@ -42,7 +43,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compilers take longer than the tests
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a GPU without using it, before processes fork
 
 
-# ---- What the tests need of the machine -------------------------------------------------------------------------------
+# ---- What the tests need of the machine -----------------------------------------------------------------------------
 
 
 class _Done:
@@ -144,8 +145,10 @@ def _on_cpu() -> Iterator[None]:
     all_to_all = torch.distributed.all_to_all_single
 
     def with_lists(*args: Any, **named: Any) -> Any:
-        """Sizes that are on a GPU are moved to lists on their way; those on the CPU stay tensors, which gloo refuses."""
-        lists = {name: value.tolist() for name, value in named.items() if name.endswith("split_sizes") and value is not None}
+        """Sizes on a GPU become lists on their way; those on the CPU stay tensors, which gloo refuses."""
+        lists = {
+            name: value.tolist() for name, value in named.items() if name.endswith("split_sizes") and value is not None
+        }
         return all_to_all(*args, **named | lists)
 
     torch.distributed.all_to_all_single = with_lists
@@ -218,7 +221,17 @@ def _collect(checkout: str, names: list[str]) -> list[Any]:
     found = _Collected()
     files = [f"{checkout}/{TESTS.replace('.', '/')}/{name}.py" for name in names]
     with contextlib.redirect_stdout(sys.stderr):
-        how = ["--collect-only", "-qq", "--noconftest", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", checkout]
+        how = [
+            "--collect-only",
+            "-qq",
+            "--noconftest",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "addopts=",
+            "--rootdir",
+            checkout,
+        ]
         if code := pytest.main([*how, *files], plugins=[found]):
             raise RuntimeError(f"pytest has not collected {names}: {code!r}")
     return found.items
@@ -227,7 +240,9 @@ def _collect(checkout: str, names: list[str]) -> list[Any]:
 def _count_ranks(parameters: dict[str, Any]) -> int:
     """As few as both layouts divide."""
     sizes = [
-        math.prod(value for name, value in parameters.items() if name in {f"{side}_{kind}" for kind in ("tp", "pp", "ep")})
+        math.prod(
+            value for name, value in parameters.items() if name in {f"{side}_{kind}" for kind in ("tp", "pp", "ep")}
+        )
         for side in ("src", "dst")
     ]
     return math.lcm(*sizes)
@@ -245,13 +260,11 @@ def _rank(item: Any, rank: int, nranks: int, port: int, has_gpu: bool) -> str:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     begin = dist.init_process_group
-    dist.init_process_group = lambda backend, **named: begin(
-        "gloo", **named, timeout=timedelta(seconds=PATIENCE_S)
-    )
+    dist.init_process_group = lambda backend, **named: begin("gloo", **named, timeout=timedelta(seconds=PATIENCE_S))
     make = dist.new_group
 
     def new_group(ranks: list[int]) -> Any:
-        """Their test makes different groups on different ranks at a time, which NCCL puts up with. Gloo waits for all."""
+        """Their test makes different groups on different ranks at a time. NCCL allows that; gloo waits for all."""
         everyone: list[Any] = [None] * nranks
         dist.all_gather_object(everyone, ranks)
         made = {each: make(list(each)) for each in sorted(set(map(tuple, everyone)))}
@@ -271,7 +284,7 @@ def _rank(item: Any, rank: int, nranks: int, port: int, has_gpu: bool) -> str:
         return f"skipped: {why}"
     except BaseException:
         lines = [line.strip() for line in traceback.format_exc().strip().splitlines()]
-        return " ".join([*lines[-3:-1], lines[-1][:1000]])
+        return f"{lines[-1][:300]} ({lines[-3]})"
 
 
 def _run(item: Any, nranks: int, has_gpu: bool, deadline: float) -> tuple[str, str]:
@@ -327,7 +340,11 @@ def _run_and_judge(item: Any, nranks: int, has_gpu: bool, end: float) -> tuple[s
     theirs = _run(item, nranks, has_gpu, min(end, time.monotonic() + PATIENCE_S))
     _only_theirs = False
     lacks_time = time.monotonic() >= end
-    return found if theirs[0] != "failed" or lacks_time else ("not applicable", f"fails with theirs, too: {theirs[1][:200]}")
+    return (
+        found
+        if theirs[0] != "failed" or lacks_time
+        else ("not applicable", f"fails with theirs, too: {theirs[1][:100]}")
+    )
 
 
 def run(checkout: str, limit_s: float = 3600.0, is_told: bool = False, only: str = "") -> list[Line]:
