@@ -3,16 +3,16 @@
     ./dev test torch -k nothing   # makes build/torch-venv, once
     build/torch-venv/bin/python bench/python/etha_peers.py CHECKOUT [--mib 512] [--tensors 300] [--rounds 10]
 
-CHECKOUT is one of Etha, whose package needs what tests/ancestors/requirements.txt lists. Planning is one rank's part of
-it, for 64 and 256 ranks, half of which (TP8) send to the other half (TP4): the map, and the chunks of all tensors. Their
-map is made by collectives; what counts is the processor time of one rank, without waiting, and without the process
-groups that their broadcasts need.
+CHECKOUT is one of Etha, whose package needs what tests/ancestors/requirements.txt lists. Planning is one rank's part
+of it, for 64 and 256 ranks, half of which (TP8) send to the other half (TP4): the map, and the chunks of all tensors.
+Their map is made by collectives; what counts is the processor time of one rank, without waiting, and without the
+process groups that their broadcasts need.
 
 Moving is from four ranks, which have rows, to four others, which want columns: by ``bucket_comm`` of either, and by
-blocking transfers of clients, each of which has an agent; one tensor, and many. Tensors are allocated by torch, and once
-more by ``tensorbus.empty``, whose memory other processes can map. The first transfer, which makes connections and maps
-memory, is told apart from the later ones. All of it is in one run, on the same tensors, which are compared. The copy of
-as many bytes by two processes, each within itself, shows what the machine can do.
+blocking transfers of clients, each of which has an agent; one tensor, and many. Tensors are allocated by torch, and
+once more by ``tensorbus.empty``, whose memory other processes can map. The first transfer, which makes connections
+and maps memory, is told apart from the later ones. All of it is in one run, on the same tensors, which are compared.
+The copy of as many bytes by two processes, each within itself, shows what the machine can do.
 """
 
 from __future__ import annotations
