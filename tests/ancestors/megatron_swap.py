@@ -282,9 +282,8 @@ def _rank(item: Any, rank: int, nranks: int, port: int, has_gpu: bool) -> str:
         return ""
     except Skipped as why:
         return f"skipped: {why}"
-    except BaseException:
-        lines = [line.strip() for line in traceback.format_exc().strip().splitlines()]
-        return f"{lines[-1][:300]} ({lines[-3]})"
+    except BaseException as error:
+        return " ".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]
 
 
 def _run(item: Any, nranks: int, has_gpu: bool, deadline: float) -> tuple[str, str]:
@@ -340,11 +339,7 @@ def _run_and_judge(item: Any, nranks: int, has_gpu: bool, end: float) -> tuple[s
     theirs = _run(item, nranks, has_gpu, min(end, time.monotonic() + PATIENCE_S))
     _only_theirs = False
     lacks_time = time.monotonic() >= end
-    return (
-        found
-        if theirs[0] != "failed" or lacks_time
-        else ("not applicable", f"fails with theirs, too: {theirs[1][:100]}")
-    )
+    return found if theirs[0] != "failed" or lacks_time else ("not applicable", f"fails with theirs, too: {theirs[1]}")
 
 
 def run(checkout: str, limit_s: float = 3600.0, is_told: bool = False, only: str = "") -> list[Line]:

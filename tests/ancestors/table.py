@@ -22,13 +22,14 @@ def main(checkouts: list[str]) -> int:
     nfailed = 0
     print("| of | test | cases | outcome | |\n|---|---|---|---|---|")
     for (name, run), checkout in zip(runs, checkouts, strict=True):
-        lines: dict[tuple[str, str], list[str]] = {}
+        lines: dict[tuple[str, str, str], list[str]] = {}
         for test, outcome, why in run(checkout):
             file, *inside = test.split("::")
             which = "::".join(inside) if outcome == "failed" or not inside else inside[0].partition("[")[0]
-            lines.setdefault((", ".join(filter(None, (file, which))), outcome), []).append(why)
+            apart = why if why.startswith("fails") else ""
+            lines.setdefault((", ".join(filter(None, (file, which))), outcome, apart), []).append(why)
             nfailed += outcome == "failed"
-        for (test, outcome), whys in lines.items():
+        for (test, outcome, _), whys in lines.items():
             count = len(whys) if ", " in test else ""
             print(f"| {name} | {test} | {count} | {outcome} | {max(whys, key=len)} |", flush=True)
     return 1 if nfailed else 0
