@@ -1,7 +1,6 @@
 /* The agent's loop. */
 #include "bus/agent/agent_inside.h"
 
-#include "base/int.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -44,6 +43,8 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->begun_ms = tb__now_ms();
     pthread_mutex_init(&agent->done_lock, NULL);
     pthread_mutex_init(&agent->enter_lock, NULL);
+    pthread_mutex_init(&agent->pair_lock, NULL);
+    tb__monotonic_cond_init(&agent->pairs_changed);
     pthread_mutex_init(&agent->report_lock, NULL);
     tb__monotonic_cond_init(&agent->report_made);
     agent->group = tb__strdup(opts->group);
@@ -115,9 +116,9 @@ static void check_stop(tb__agent *agent) {
 
 /* Sleeps, handles what has happened, and does what is due. */
 static void step_agent(tb__agent *agent) {
-    int64_t next = tb__agent_pairs_expire(agent), other = close_expired_sessions(agent);
+    int64_t next_ms = close_expired_sessions(agent);
     release_sessions(agent);
-    if (!tb__endpoint_step(&agent->endpoint, tb__min64(next, other)))
+    if (!tb__endpoint_step(&agent->endpoint, next_ms))
         return;
     check_stop(agent);
     tb__agent_reap_jobs(agent);
@@ -145,6 +146,8 @@ void tb__agent_destroy(tb__agent *agent) {
     tb__endpoint_close(&agent->endpoint);
     pthread_mutex_destroy(&agent->done_lock);
     pthread_mutex_destroy(&agent->enter_lock);
+    pthread_mutex_destroy(&agent->pair_lock);
+    pthread_cond_destroy(&agent->pairs_changed);
     pthread_mutex_destroy(&agent->report_lock);
     pthread_cond_destroy(&agent->report_made);
     free(agent->report);

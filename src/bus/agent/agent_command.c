@@ -115,7 +115,8 @@ static tb_status add_batch_pair(tb__agent *agent, agent_batch *b, agent_pair *p)
     return TB_OK;
 }
 
-/* A rank without tensors takes part in all pairs that its client has made. */
+/* A rank without tensors takes part in all pairs that its client has made. With pair_lock held, like those that follow.
+ */
 static tb_status add_client_pairs(const agent_job *job, agent_batch *b) {
     for (agent_pair *p = LIST_FIRST(&job->agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (p->state == PAIR_MADE && tb__agent_pair_has_user(p, job->session))
@@ -210,7 +211,9 @@ static tb_status begin_change(agent_job *job, agent_batch *b) {
 static tb_status extend_batch(agent_job *job, agent_batch *b) {
     TB_TRY(begin_change(job, b));
     b->round++;
+    pthread_mutex_lock(&job->agent->pair_lock);
     tb_status status = add_named_pairs(job, b);
+    pthread_mutex_unlock(&job->agent->pair_lock);
     if (status == TB_OK && job->message.tensors.count == 0)
         status = tb__fail(TB_INVALID, "no tensors are given for batch '%.100s'", b->id);
     if (status == TB_OK) {
@@ -240,7 +243,9 @@ static tb_status begin_register(agent_job *job) {
     b->session = job->session;
     b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
+    pthread_mutex_lock(&job->agent->pair_lock);
     tb_status status = job->message.tensors.count > 0 ? add_named_pairs(job, b) : add_client_pairs(job, b);
+    pthread_mutex_unlock(&job->agent->pair_lock);
     if (status != TB_OK) {
         tb__saved_detail why = tb__save_detail();
         free_agent_batch(b);

@@ -67,7 +67,8 @@ typedef struct agent_session {
     atomic_size_t nbytes; /* of their frames that are still needed */
 } agent_session;
 
-/* A pair, shared by all clients that have asked for it. */
+/* A pair, shared by all clients that have asked for it. Names, index and layout do not change; `moved` is the loop's;
+ * pair_lock guards the rest. */
 typedef struct agent_pair {
     LIST_ENTRY(agent_pair) link;
     tb__agent *agent;
@@ -78,16 +79,15 @@ typedef struct agent_pair {
         PAIR_MADE,
         PAIR_ENDING,
         PAIR_OVER
-    } state;                      /* OVER: it is in no list, but batches still use it */
-    tb_pair *pair;                /* NULL: it is being made */
-    agent_job *maker;             /* the job that makes it */
-    agent_job *waiting;           /* jobs that have asked for it meanwhile */
-    atomic_bool is_cancelled;     /* the clients that asked for it are gone: stop making it */
-    size_t nbatches;              /* that use it */
-    size_t nchecks;               /* jobs that ping its ranks */
-    atomic_bool checks_cancelled; /* they have to end */
-    TB_VEC(uint64_t) users;       /* sessions */
-    uint64_t moved[2];            /* bytes that were received and sent */
+    } state;                /* OVER: it is in no list, but batches or requests still use it */
+    tb_pair *pair;          /* NULL: it is being made, or over */
+    const agent_job *maker; /* the job that makes it */
+    size_t nbatches;        /* that use it */
+    size_t nrequests;       /* jobs that wait for it, or ping its ranks */
+    TB_VEC(uint64_t) users; /* sessions */
+    uint64_t moved[2];      /* bytes that were received and sent */
+    tb_status status;       /* why it could not be made */
+    char why[TB__WHY_MAX];
 } agent_pair;
 
 /* A copy of client memory that can't be mapped: process_vm_readv and process_vm_writev reach it, or pread and pwrite.
@@ -180,8 +180,8 @@ struct agent_job {
     int *fds;
     size_t nfds;
     int64_t deadline_ms;
-    agent_pair *pair;
-    tb_pair *made; /* for it */
+    LIST_ENTRY(agent_job) request_link; /* InitPair */
+    atomic_bool is_cancelled;           /* InitPair: the client has given it up */
     agent_batch *batch;
     tb_batch *registered;             /* for it */
     bool signal;                      /* QueryStatus: the group's */
@@ -189,7 +189,6 @@ struct agent_job {
     size_t leaving;                   /* index of the pair that is being removed */
     int64_t *moved;                   /* bytes moved, by pair of the batch; NULL: unknown */
     unsigned told;                    /* events that were sent to the client */
-    bool is_unwanted;                 /* InitPair: the client has cleaned up the pair meanwhile */
     TB_VEC(agent_batch *) batches;    /* Invalidate: those that may use the memory */
     agent_job *next_raised;           /* guarded by done_lock, like what follows */
     bool is_raised;                   /* it is in raised_jobs ... */
@@ -198,7 +197,7 @@ struct agent_job {
     tb_transfer_state now;            /* its last progress */
     tb_status (*run)(agent_job *job); /* in a thread of its own */
     void (*work)(void *arg);          /* instead of `run`, of background work: in the thread ... */
-    void (*after)(void *arg);         /* ... and in the loop */
+    void (*after)(void *arg);         /* ... and in the loop, unless it is NULL */
     void *arg;
     pthread_t thread;
     tb_status status;
@@ -224,7 +223,10 @@ struct tb__agent {
     bool is_forced;     /* ... or at once */
     uint64_t nsessions; /* so far */
     LIST_HEAD(agent_sessions, agent_session) sessions;
+    pthread_mutex_t pair_lock; /* guards the pairs */
+    pthread_cond_t pairs_changed;
     LIST_HEAD(agent_pairs, agent_pair) pairs;
+    LIST_HEAD(agent_requests, agent_job) pair_requests; /* InitPairs that run; only the loop uses the list */
     LIST_HEAD(agent_batches, agent_batch) batches;
     size_t njobs;
     size_t nbegun;              /* among them: commands that wait for others */
@@ -318,12 +320,11 @@ bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held 
 tb_status tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
 tb_status tb__agent_cleanup_pair(agent_job *job);
+/* With pair_lock held. */
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name, const char *local);
 bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
 void tb__agent_pair_remove_batch(agent_pair *pair); /* a batch that had the pair has ended */
 void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *session);
-/* Fails jobs that have waited for a pair until their deadlines. Returns the next deadline. */
-int64_t tb__agent_pairs_expire(tb__agent *agent);
 
 /* agent_job.c */
 agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
@@ -340,8 +341,8 @@ void tb__agent_job_end(agent_job *job, tb_status status);
 void tb__agent_job_finish(agent_job *job); /* with what its thread has returned */
 /* Replies, while the job goes on. */
 void tb__agent_job_answer(agent_job *job, tb_status status);
-/* Runs `work` in a thread, then `after` in the loop; both at once if no thread can be started. Waits for others if too
- * many run. The session, which may be NULL, is kept until then. */
+/* Runs `work` in a thread, then `after`, which may be NULL, in the loop; both at once if no thread can be started.
+ * Waits for others if too many run. The session, which may be NULL, is kept until then. */
 void tb__agent_run_in_background(tb__agent *agent, agent_session *session, void (*work)(void *arg),
                                  void (*after)(void *arg), void *arg);
 void tb__agent_reap_jobs(tb__agent *agent);

@@ -162,7 +162,8 @@ void tb__agent_job_finish(agent_job *job) {
 }
 
 static void finish_background_job(agent_job *job) {
-    job->after(job->arg);
+    if (job->after)
+        job->after(job->arg);
     free_job(job);
 }
 
@@ -180,7 +181,8 @@ void tb__agent_run_in_background(tb__agent *agent, agent_session *s, void (*work
     agent_job *job = tb__calloc(1, sizeof *job);
     if (!job) {
         work(arg);
-        after(arg);
+        if (after)
+            after(arg);
         return;
     }
     *job = (agent_job){.agent = agent, .session = s, .work = work, .after = after, .arg = arg};

@@ -1,5 +1,5 @@
-/* Pairs, shared by all clients that ask for the same one. Threads make and end a pair, since both may wait for other
- * ranks; a client that asks meanwhile waits, and its command is tried again then. */
+/* Pairs, shared by all clients that ask for the same one. Each InitPair has a thread, which makes the pair, or waits
+ * while another makes or ends it. pair_lock guards the pairs; the world's lock may be taken with it held. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -26,11 +26,18 @@ static void free_agent_pair(agent_pair *p) {
     free(p);
 }
 
-static agent_pair *new_pair(tb__agent *agent, const tb__message *m, int32_t index, const char *layout) {
+static void free_if_over(agent_pair *p) {
+    if (p->state == PAIR_OVER && p->nrequests == 0 && p->nbatches == 0)
+        free_agent_pair(p);
+}
+
+static agent_pair *new_pair(agent_job *job, int32_t index, const char *layout) {
+    const tb__message *m = &job->message;
     agent_pair *p = tb__calloc(1, sizeof *p);
     if (!p)
         return NULL;
-    p->agent = agent;
+    p->agent = job->agent;
+    p->maker = job;
     p->index = index;
     p->name = tb__strdup(m->pair_name);
     p->local = tb__strdup(m->local_name);
@@ -40,53 +47,8 @@ static agent_pair *new_pair(tb__agent *agent, const tb__message *m, int32_t inde
         free_agent_pair(p);
         return NULL;
     }
-    LIST_INSERT_HEAD(&agent->pairs, p, link);
+    LIST_INSERT_HEAD(&job->agent->pairs, p, link);
     return p;
-}
-
-static void wait_for_pair(agent_pair *p, agent_job *job) {
-    agent_job **at = &p->waiting;
-    while (*at)
-        at = &(*at)->next;
-    job->next = NULL;
-    *at = job;
-}
-
-/* The pair has failed or ended: tries the waiting commands again. */
-static void retry_init_pair(agent_job *waiting) {
-    tb_status status;
-    for (agent_job *job = waiting, *next; job; job = next) {
-        next = job->next;
-        if (job->session->is_gone) /* no client is left to cancel it */
-            tb__agent_job_end(job, tb__fail(TB_CANCELLED, "the client is gone"));
-        else if (tb__now_ms() >= job->deadline_ms)
-            tb__agent_job_end(job, tb__fail(TB_TIMEOUT,
-                                            "pair '%.100s' could not be made in time, and nobody else who "
-                                            "asked for it could",
-                                            job->message.pair_name));
-        else if ((status = tb__agent_init_pair(job)) != TB_OK)
-            tb__agent_job_end(job, status);
-    }
-}
-
-int64_t tb__agent_pairs_expire(tb__agent *agent) {
-    int64_t now = tb__now_ms(), next = INT64_MAX;
-    for (agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
-        for (agent_job **at = &p->waiting; *at;) {
-            agent_job *job = *at;
-            if (job->deadline_ms > now) {
-                next = job->deadline_ms < next ? job->deadline_ms : next;
-                at = &job->next;
-                continue;
-            }
-            *at = job->next;
-            char why[TB__WHY_MAX] = "an earlier one of its name is still being ended";
-            if (p->state != PAIR_ENDING)
-                tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
-            tb__agent_job_end(job, tb__fail(TB_TIMEOUT, "pair '%s': %s", p->name, *why ? why : "it is being made"));
-        }
-    }
-    return next;
 }
 
 bool tb__agent_pair_has_user(const agent_pair *p, const agent_session *s) {
@@ -97,13 +59,60 @@ bool tb__agent_pair_has_user(const agent_pair *p, const agent_session *s) {
     return false;
 }
 
-static bool add_user(agent_pair *p, const agent_session *s) {
-    return tb__agent_pair_has_user(p, s) || s->is_gone || tb__vec_push(&p->users, s->id);
+/* Of the client that has asked for the pair. */
+static tb_status add_user(agent_pair *p, const agent_job *job) {
+    if (atomic_load(&job->is_cancelled) || tb__agent_pair_has_user(p, job->session))
+        return TB_OK;
+    return tb__vec_push(&p->users, job->session->id) ? TB_OK : TB_NO_MEMORY;
 }
 
-/* For a job that has asked for the pair. */
-static bool add_job_user(agent_pair *p, const agent_job *job) {
-    return job->is_unwanted || add_user(p, job->session);
+/* The pair is in no list any more: of one that was not made, `status` and `why` say why. */
+static void end_making(agent_pair *p) {
+    LIST_REMOVE(p, link);
+    p->pair = NULL;
+    p->state = PAIR_OVER;
+    p->users.count = 0; /* only batches still have it */
+    pthread_cond_broadcast(&p->agent->pairs_changed);
+}
+
+/* A pair that is PAIR_ENDING. Without the lock, since it may wait for the store. */
+static void destroy_pair(void *arg) {
+    agent_pair *p = arg;
+    tb__agent *agent = p->agent;
+    tb_pair_destroy(p->pair); /* batches keep references */
+    pthread_mutex_lock(&agent->pair_lock);
+    end_making(p);
+    free_if_over(p);
+    pthread_mutex_unlock(&agent->pair_lock);
+}
+
+/* One that nobody uses, which is PAIR_ENDING from now on; NULL: there is none. */
+static agent_pair *take_unused_pair(tb__agent *agent) {
+    agent_pair *p;
+    pthread_mutex_lock(&agent->pair_lock);
+    LIST_FOREACH(p, &agent->pairs, link) {
+        if (p->state == PAIR_MADE && p->users.count == 0 && p->nbatches == 0 && p->nrequests == 0)
+            break;
+    }
+    if (p)
+        p->state = PAIR_ENDING;
+    pthread_mutex_unlock(&agent->pair_lock);
+    return p;
+}
+
+/* In the loop, without the lock. */
+static void end_unused_pairs(tb__agent *agent) {
+    for (agent_pair *p = take_unused_pair(agent); p; p = take_unused_pair(agent))
+        tb__agent_run_in_background(agent, NULL, destroy_pair, NULL, p);
+}
+
+void tb__agent_pair_remove_batch(agent_pair *p) {
+    tb__agent *agent = p->agent;
+    pthread_mutex_lock(&agent->pair_lock);
+    p->nbatches--;
+    free_if_over(p);
+    pthread_mutex_unlock(&agent->pair_lock);
+    end_unused_pairs(agent);
 }
 
 static void remove_user(agent_pair *p, const agent_session *s) {
@@ -115,188 +124,33 @@ static void remove_user(agent_pair *p, const agent_session *s) {
     }
 }
 
-static void end_unused_pair(agent_pair *p);
-
-static void destroy_pair(void *arg) {
-    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches keep references */
-}
-
-static void finish_ending_pair(void *arg) {
-    agent_pair *p = arg;
-    agent_job *waiting = p->waiting;
-    LIST_REMOVE(p, link);
-    p->waiting = NULL;
-    p->pair = NULL;
-    p->state = PAIR_OVER;
-    p->users.count = 0; /* only batches still have it */
-    end_unused_pair(p);
-    retry_init_pair(waiting);
-}
-
-static void end_pair(agent_pair *p) {
-    p->state = PAIR_ENDING;
-    tb__agent_run_in_background(p->agent, NULL, destroy_pair, finish_ending_pair, p);
-}
-
-/* Ends a pair without users. */
-static void end_unused_pair(agent_pair *p) {
-    if (p->users.count > 0 || p->nbatches > 0 || p->nchecks > 0)
-        return;
-    if (p->state == PAIR_MADE)
-        end_pair(p);
-    else if (p->state == PAIR_OVER)
-        free_agent_pair(p);
-}
-
-void tb__agent_pair_remove_batch(agent_pair *p) {
-    p->nbatches--;
-    end_unused_pair(p);
-}
-
-static bool has_waiting_client(const agent_pair *p) {
-    bool is_wanted = !p->maker->session->is_gone && !p->maker->is_unwanted;
-    for (const agent_job *job = p->waiting; job; job = job->next)
-        is_wanted |= !job->session->is_gone;
-    return is_wanted;
-}
-
-static void drop_user(agent_pair *p, const agent_session *s) {
-    tb_world *world = p->agent->world;
-    remove_user(p, s);
-    if (p->nchecks > 0) { /* clients that are left begin again */
-        atomic_store(&p->checks_cancelled, true);
-        tb__world_wake_waiters(world);
+/* The client does not want the pair any more; NULL: any pair. */
+static void give_up_pair(tb__agent *agent, const agent_session *s, const char *name, const char *local) {
+    agent_pair *p;
+    agent_job *job;
+    pthread_mutex_lock(&agent->pair_lock);
+    LIST_FOREACH(job, &agent->pair_requests, request_link) {
+        const tb__message *m = &job->message;
+        if (job->session == s && (!name || (strcmp(m->pair_name, name) == 0 && strcmp(m->local_name, local) == 0)))
+            atomic_store(&job->is_cancelled, true);
     }
-    if (p->state == PAIR_MAKING && !has_waiting_client(p)) {
-        atomic_store(&p->is_cancelled, true);
-        tb__world_wake_waiters(world);
+    LIST_FOREACH(p, &agent->pairs, link) {
+        if (!name || (strcmp(p->name, name) == 0 && strcmp(p->local, local) == 0))
+            remove_user(p, s);
     }
-    end_unused_pair(p);
+    pthread_cond_broadcast(&agent->pairs_changed);
+    pthread_mutex_unlock(&agent->pair_lock);
+    tb__world_wake_waiters(agent->world);
+    end_unused_pairs(agent);
 }
 
 void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *s) {
-    agent_pair *p, *next;
-    for (p = LIST_FIRST(&agent->pairs); p; p = next) {
-        next = LIST_NEXT(p, link);
-        drop_user(p, s);
-    }
-}
-
-/* Commands of the client that still ask for the pair end. */
-static void stop_waiting(agent_pair *p, const agent_session *s) {
-    if (p->state == PAIR_MAKING && p->maker->session == s)
-        p->maker->is_unwanted = true;
-    for (agent_job **at = &p->waiting; *at;) {
-        agent_job *job = *at;
-        if (job->session != s) {
-            at = &job->next;
-            continue;
-        }
-        *at = job->next;
-        tb__agent_job_end(job, tb__fail(TB_CANCELLED, "pair '%.100s' was given up", p->name));
-    }
+    give_up_pair(agent, s, NULL, NULL);
 }
 
 tb_status tb__agent_cleanup_pair(agent_job *job) {
-    const tb__message *m = &job->message;
-    agent_pair *p = tb__agent_find_pair(job->agent, m->pair_name, m->local_name);
-    if (p) {
-        stop_waiting(p, job->session);
-        drop_user(p, job->session);
-    }
+    give_up_pair(job->agent, job->session, job->message.pair_name, job->message.local_name);
     return TB_OK;
-}
-
-static tb_status run_init_pair(agent_job *job) {
-    agent_pair *p = job->pair;
-    int left_ms = tb__ms_until(job->deadline_ms);
-    tb_pair_opts opts = {.size = sizeof opts, .group = p->local, .timeout_ms = left_ms > 0 ? left_ms : 1};
-    return tb__local_pair_create(job->agent->world, p->name, p->remote,
-                                 tb__pair_has_layout(p->layout) ? p->layout : NULL, &opts, &p->is_cancelled,
-                                 &job->made);
-}
-
-/* Pings the ranks of an existing pair: its connections may be dead without this end knowing. */
-static tb_status run_check_pair(agent_job *job) {
-    return tb__pair_ping(job->made, job->deadline_ms, &job->pair->checks_cancelled);
-}
-
-static void check_pair(agent_pair *p, agent_job *job) {
-    if (tb__pair_ping(p->pair, tb__now_ms(), NULL) == TB_OK) {
-        tb__agent_job_end(job, add_job_user(p, job) ? TB_OK : TB_NO_MEMORY);
-        return;
-    }
-    tb__loop_lock(p->agent->world->loop);
-    p->pair->refs++;
-    tb__loop_unlock(p->agent->world->loop);
-    p->nchecks++;
-    job->pair = p;
-    job->made = p->pair;
-    tb__agent_job_start(job, run_check_pair);
-}
-
-static void finish_check(agent_job *job) {
-    agent_pair *p = job->pair;
-    tb__loop *loop = p->agent->world->loop;
-    bool is_there = job->status == TB_OK && p->state == PAIR_MADE && p->pair == job->made;
-    tb__loop_lock(loop);
-    tb__pair_unref(job->made);
-    tb__loop_unlock(loop);
-    if (--p->nchecks == 0)
-        atomic_store(&p->checks_cancelled, false);
-    job->pair = NULL;
-    job->made = NULL;
-    job->next = NULL;
-    bool has_room = !is_there || add_job_user(p, job);
-    end_unused_pair(p); /* if it has no users */
-    if (is_there)
-        tb__agent_job_end(job, has_room ? TB_OK : TB_NO_MEMORY);
-    else if (job->status == TB_OK || job->status == TB_LOST || job->status == TB_CANCELLED)
-        retry_init_pair(job);
-    else
-        tb__agent_job_finish(job);
-}
-
-void tb__agent_finish_init_pair(agent_job *job) {
-    agent_pair *p = job->pair;
-    tb_status status = job->status;
-    if (!p) { /* a group was entered */
-        job->next = NULL;
-        if (status == TB_OK)
-            retry_init_pair(job);
-        else
-            tb__agent_job_finish(job);
-        return;
-    }
-    if (p->maker != job) {
-        finish_check(job);
-        return;
-    }
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", job->why);
-    agent_job *waiting = p->waiting;
-    p->waiting = NULL;
-    p->maker = NULL;
-    if (status == TB_OK) {
-        p->pair = job->made;
-        p->state = PAIR_MADE;
-    } else {
-        LIST_REMOVE(p, link);
-        free_agent_pair(p);
-    }
-    if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* the first client's deadline; others may have more time */
-        tb__agent_job_finish(job);
-        retry_init_pair(waiting);
-        return;
-    }
-    job->next = waiting;
-    for (agent_job *next; job; job = next) {
-        next = job->next;
-        bool has_room = status != TB_OK || add_job_user(p, job);
-        tb__agent_job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
-    }
-    if (status == TB_OK)
-        end_unused_pair(p); /* if all clients are gone */
 }
 
 static tb_status check_init_pair(const tb__message *m, const tb__membership *found, int32_t *index) {
@@ -349,58 +203,139 @@ static tb_status choose_seat(const tb__agent *agent, const tb__message *m, int32
     return TB_OK;
 }
 
-static tb_status run_enter_for_pair(agent_job *job) {
-    const tb__message *m = &job->message;
-    int32_t index = 0;
-    TB_TRY(choose_seat(job->agent, m, &index));
-    return tb__agent_enter(job->agent, m->local_name, index, (int32_t)m->expected_world_size);
+/* Waits until the pair is not being made or ended any more. If it could not be made, that may be because of a deadline
+ * that is not this request's. */
+static tb_status wait_for_pair(const agent_job *job, agent_pair *p) {
+    tb__agent *agent = p->agent;
+    struct timespec deadline = tb__time_of_ms(job->deadline_ms);
+    bool is_ending = p->state == PAIR_ENDING, is_late = false;
+    tb_status status = TB_OK;
+    p->nrequests++;
+    while (p->state == (is_ending ? PAIR_ENDING : PAIR_MAKING) && !atomic_load(&job->is_cancelled) && !is_late)
+        is_late = pthread_cond_timedwait(&agent->pairs_changed, &agent->pair_lock, &deadline) != 0;
+    p->nrequests--;
+    if (is_late) {
+        char why[TB__WHY_MAX] = "an earlier one of its name is still being ended";
+        if (!is_ending)
+            tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
+        status = tb__fail(TB_TIMEOUT, "pair '%s': %s", p->name, *why ? why : "it is being made");
+    } else if (p->state == PAIR_OVER && p->status != TB_TIMEOUT && p->status != TB_CANCELLED) {
+        status = p->status == TB_OK ? TB_OK : tb__fail(p->status, "%s", p->why);
+    }
+    free_if_over(p);
+    return status;
 }
 
-/* Uses an existing pair, or makes one. */
-static tb_status init_pair(agent_job *job, int32_t index, const char *layout) {
-    const tb__message *m = &job->message;
+static tb_status make_pair(agent_job *job, int32_t index, const char *layout, bool *is_done) {
     tb__agent *agent = job->agent;
-    agent_pair *p = tb__agent_find_pair(agent, m->pair_name, m->local_name);
-    if (p && p->state == PAIR_MADE && tb__pair_is_stale(p->pair)) {
-        end_pair(p);
-        p = tb__agent_find_pair(agent, m->pair_name, m->local_name);
+    int left_ms = tb__ms_until(job->deadline_ms);
+    agent_pair *p = new_pair(job, index, layout);
+    if (!p)
+        return TB_NO_MEMORY;
+    tb_pair_opts opts = {.size = sizeof opts, .group = p->local, .timeout_ms = left_ms > 0 ? left_ms : 1};
+    pthread_mutex_unlock(&agent->pair_lock);
+    tb_status status =
+        tb__local_pair_create(agent->world, p->name, p->remote, tb__pair_has_layout(layout) ? layout : NULL, &opts,
+                              &job->is_cancelled, &p->pair);
+    pthread_mutex_lock(&agent->pair_lock);
+    p->maker = NULL;
+    if (status == TB_OK) {
+        p->state = PAIR_MADE;
+        pthread_cond_broadcast(&agent->pairs_changed);
+        *is_done = true;
+        return add_user(p, job);
     }
-    if (p && (p->state == PAIR_ENDING || atomic_load(&p->is_cancelled))) {
-        wait_for_pair(p, job);
+    p->status = status;
+    snprintf(p->why, sizeof p->why, "%s", tb_error_detail());
+    end_making(p);
+    free_if_over(p);
+    return status;
+}
+
+/* Pings the ranks of a pair that is there: its connections may be dead without this end knowing. */
+static tb_status check_pair(const agent_job *job, agent_pair *p, bool *is_done) {
+    tb__agent *agent = job->agent;
+    tb__loop *loop = agent->world->loop;
+    tb_pair *pair = p->pair;
+    p->nrequests++;
+    tb__loop_lock(loop);
+    pair->refs++;
+    tb__loop_unlock(loop);
+    pthread_mutex_unlock(&agent->pair_lock);
+    tb_status status = tb__pair_ping(pair, job->deadline_ms, &job->is_cancelled);
+    if (status == TB_LOST && tb__pair_is_stale(pair))
+        status = TB_OK; /* then it is made again */
+    else if (status == TB_OK)
+        *is_done = true;
+    pthread_mutex_lock(&agent->pair_lock);
+    tb__loop_lock(loop);
+    tb__pair_unref(pair);
+    tb__loop_unlock(loop);
+    p->nrequests--;
+    *is_done &= p->state == PAIR_MADE;
+    if (*is_done)
+        status = add_user(p, job);
+    free_if_over(p);
+    return status;
+}
+
+/* Uses the pair, if it is there, or does what has to be done first. With the lock held. */
+static tb_status step_request(agent_job *job, int32_t index, const char *layout, bool *is_done) {
+    tb__agent *agent = job->agent;
+    const tb__message *m = &job->message;
+    agent_pair *p = tb__agent_find_pair(agent, m->pair_name, m->local_name);
+    if (!p)
+        return make_pair(job, index, layout, is_done);
+    if (p->state == PAIR_MADE && tb__pair_is_stale(p->pair)) {
+        p->state = PAIR_ENDING;
+        pthread_mutex_unlock(&agent->pair_lock);
+        destroy_pair(p);
+        pthread_mutex_lock(&agent->pair_lock);
         return TB_OK;
     }
-    if (p && (strcmp(p->remote, m->remote_name) != 0 || strcmp(p->layout, layout) != 0))
+    if (p->state == PAIR_ENDING || (p->maker && atomic_load(&p->maker->is_cancelled)))
+        return wait_for_pair(job, p);
+    if (strcmp(p->remote, m->remote_name) != 0 || strcmp(p->layout, layout) != 0)
         return tb__fail(TB_CONFLICT, "pair '%.100s' is with group '%s' and has layout '%.100s' here already", p->name,
                         p->remote, p->layout);
-    if (p && p->state == PAIR_MADE) {
-        check_pair(p, job);
-    } else if (p) {
-        wait_for_pair(p, job);
-    } else {
-        p = new_pair(agent, m, index, layout);
-        if (!p)
-            return TB_NO_MEMORY;
-        p->maker = job;
-        job->pair = p;
-        tb__agent_job_start(job, run_init_pair);
-    }
-    return TB_OK;
+    return p->state == PAIR_MADE ? check_pair(job, p, is_done) : wait_for_pair(job, p);
+}
+
+/* The seat that the agent has in the pair's local group, or takes there. */
+static tb_status take_seat(const agent_job *job, int32_t *index) {
+    const tb__message *m = &job->message;
+    tb__membership seat;
+    if (tb__agent_find_seat(job->agent, m->local_name, &seat))
+        return check_init_pair(m, &seat, index);
+    TB_TRY(choose_seat(job->agent, m, index));
+    return tb__agent_enter(job->agent, m->local_name, *index, (int32_t)m->expected_world_size);
+}
+
+static tb_status run_init_pair(agent_job *job) {
+    tb__agent *agent = job->agent;
+    char *layout = NULL;
+    int32_t index = 0;
+    bool is_done = false;
+    TB_TRY(decode_pair_layout(&job->message, &layout));
+    tb_status status = take_seat(job, &index);
+    pthread_mutex_lock(&agent->pair_lock);
+    while (status == TB_OK && !is_done && !atomic_load(&job->is_cancelled))
+        status = step_request(job, index, layout, &is_done);
+    pthread_mutex_unlock(&agent->pair_lock);
+    free(layout);
+    if (atomic_load(&job->is_cancelled))
+        return tb__fail(TB_CANCELLED, "pair '%.100s' was given up", job->message.pair_name);
+    return status;
 }
 
 tb_status tb__agent_init_pair(agent_job *job) {
-    char *layout = NULL;
-    int32_t index = 0;
-    tb__membership seat;
-    tb_status status = decode_pair_layout(&job->message, &layout);
-    bool has_seat = status == TB_OK && tb__agent_find_seat(job->agent, job->message.local_name, &seat);
-    if (has_seat)
-        status = check_init_pair(&job->message, &seat, &index);
-    else if (status == TB_OK)
-        status = choose_seat(job->agent, &job->message, &index);
-    if (status == TB_OK && has_seat)
-        status = init_pair(job, index, layout);
-    else if (status == TB_OK)
-        tb__agent_job_start(job, run_enter_for_pair); /* then it is tried again */
-    free(layout);
-    return status;
+    LIST_INSERT_HEAD(&job->agent->pair_requests, job, request_link);
+    tb__agent_job_start(job, run_init_pair);
+    return TB_OK;
+}
+
+void tb__agent_finish_init_pair(agent_job *job) {
+    LIST_REMOVE(job, request_link);
+    end_unused_pairs(job->agent); /* if the client is gone */
+    tb__agent_job_finish(job);
 }

@@ -65,8 +65,9 @@ static bool has_all_ranks(const tb__agent *agent, const tb_pair *pair, char why[
     return !is_lost;
 }
 
-static void report_pairs(tb__text *out, const tb__agent *agent) {
+static void report_pairs(tb__text *out, tb__agent *agent) {
     const char *comma = "";
+    pthread_mutex_lock(&agent->pair_lock);
     for (const agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         char why[SENTENCE] = "";
         const char *state = "ready", *remote_layout = "";
@@ -92,6 +93,7 @@ static void report_pairs(tb__text *out, const tb__agent *agent) {
                      p->users.count, p->nbatches, p->moved[1], p->moved[0]);
         comma = ",";
     }
+    pthread_mutex_unlock(&agent->pair_lock);
 }
 
 /* The last questions about the transfer_signal, and the groups' answers. */
