@@ -97,165 +97,71 @@ tb_status tb__placements_encode(const tb_layout *layout, tb__bytes *out) {
     return TB_NO_MEMORY;
 }
 
-/* Reading. Only the items of the array that is being read are taken, and each claim was compared with what is there. */
-static tb_status take_int(tb__cursor *from, const char *what, int64_t *out) {
+/* The next value as JSON, which src/layout reads: arrays, numbers and text; all else is null. JSON takes more memory,
+ * so at most *left values are read. NULL: there are more, or there is no memory. The bytes were checked. */
+static json_t *take_json(tb__cursor *from, size_t *left) {
     tb__value value;
-    TB_TRY(tb__value_take(from, &value));
+    tb__cursor start = *from;
+    if (*left == 0 || tb__value_take(from, &value) != TB_OK)
+        return NULL;
+    --*left;
+    if (value.type == TB__VALUE_UINT && value.positive <= INT64_MAX)
+        return json_integer((json_int_t)value.positive);
     if (value.type == TB__VALUE_NEGATIVE)
-        *out = value.negative;
-    else if (value.type == TB__VALUE_UINT && value.positive <= INT64_MAX)
-        *out = (int64_t)value.positive;
-    else
-        return tb__fail(TB_INVALID, "%s is not a whole number below 2^63", what);
-    return TB_OK;
-}
-
-static tb_status take_array_header(tb__cursor *from, const char *what, uint32_t *count) {
-    tb__value value;
-    TB_TRY(tb__value_take(from, &value));
-    if (value.type != TB__VALUE_ARRAY)
-        return tb__fail(TB_INVALID, "%s is %s; it must be an array", what, tb__value_type_name(value.type));
-    *count = value.count;
-    return TB_OK;
-}
-
-/* Goes over the lists: counts their segments first, then, with somewhere to put them, reads them. */
-static tb_status walk_lists(tb__cursor from, size_t *ends, tb_segment *segments, uint32_t *nlists, size_t *nsegments,
-                            tb__cursor *end) {
-    TB_TRY(take_array_header(&from, "an Explicit's lists", nlists));
-    size_t n = 0;
-    for (uint32_t r = 0; r < *nlists; r++) {
-        uint32_t count, two;
-        TB_TRY(take_array_header(&from, "an Explicit's list", &count));
-        for (uint32_t i = 0; i < count; i++, n++) {
-            tb_segment s;
-            TB_TRY(take_array_header(&from, "an Explicit's segment", &two));
-            if (two != 2)
-                return tb__fail(TB_INVALID, "an Explicit's segment has %" PRIu32 " numbers; it must be [start, stop]",
-                                two);
-            TB_TRY(take_int(&from, "a segment's start", &s.start));
-            TB_TRY(take_int(&from, "a segment's stop", &s.stop));
-            if (segments)
-                segments[n] = s;
-        }
-        if (ends)
-            ends[r] = n;
+        return json_integer(value.negative);
+    if (value.type == TB__VALUE_STR)
+        return json_stringn_nocheck((const char *)value.bytes.data, value.bytes.nbytes);
+    if (value.type != TB__VALUE_ARRAY) {
+        *from = start;
+        return tb__value_skip(from, 0) == TB_OK ? json_null() : NULL;
     }
-    *nsegments = n;
-    *end = from;
-    return TB_OK;
-}
-
-static tb_status take_lists(tb__cursor *from, tb__arena *arena, tb_placement *out) {
-    uint32_t nlists;
-    size_t nsegments;
-    tb__cursor end;
-    TB_TRY(walk_lists(*from, NULL, NULL, &nlists, &nsegments, &end));
-    size_t *ends = tb__arena_alloc(arena, nlists, sizeof *ends);
-    tb_segment *segments = tb__arena_alloc(arena, nsegments, sizeof *segments);
-    if (!ends || !segments)
-        return TB_NO_MEMORY;
-    TB_TRY(walk_lists(*from, ends, segments, &nlists, &nsegments, from));
-    out->nlists = nlists;
-    out->list_ends = ends;
-    out->segments = segments;
-    return TB_OK;
-}
-
-static tb_status take_sizes(tb__cursor *from, tb__arena *arena, uint32_t count, tb_placement *out) {
-    int64_t *sizes = tb__arena_alloc(arena, count, sizeof *sizes);
-    if (!sizes)
-        return TB_NO_MEMORY;
-    for (uint32_t i = 0; i < count; i++)
-        TB_TRY(take_int(from, "a block size", &sizes[i]));
-    out->nsizes = count;
-    out->sizes = sizes;
-    return TB_OK;
-}
-
-/* A short string; "" for what is none. */
-static tb_status take_short_string(tb__cursor *from, char *out, size_t nbytes) {
-    tb__value value;
-    TB_TRY(tb__value_take(from, &value));
-    bool fits = value.type == TB__VALUE_STR && value.bytes.nbytes < nbytes;
-    if (fits)
-        memcpy(out, value.bytes.data, value.bytes.nbytes);
-    out[fits ? value.bytes.nbytes : 0] = '\0';
-    return TB_OK;
-}
-
-static tb_status wrong_placement(void) {
-    return tb__fail(TB_INVALID,
-                    "a placement is one of [\"R\"], [\"S\",dim], [\"SS\",dim,split], [\"BS\",dim,size,...], "
-                    "[\"E\",dim,lists], [\"P\",op]");
-}
-
-static tb_status take_kind(tb__cursor *from, tb_placement_kind *out) {
-    char tag[8];
-    TB_TRY(take_short_string(from, tag, sizeof tag));
-    for (int kind = 0; tb__placement_tag((tb_placement_kind)kind); kind++) {
-        if (strcmp(tb__placement_tag((tb_placement_kind)kind), tag) == 0) {
-            *out = (tb_placement_kind)kind;
-            return TB_OK;
+    json_t *array = json_array();
+    for (uint32_t i = 0; array && i < value.count; i++) {
+        if (json_array_append_new(array, take_json(from, left)) != 0) { /* takes the item, also if it fails */
+            json_decref(array);
+            array = NULL;
         }
     }
-    return wrong_placement();
+    return array;
 }
 
-static tb_status take_placement(tb__cursor *from, tb__arena *arena, tb_placement *out) {
-    uint32_t count;
-    TB_TRY(take_array_header(from, "a placement", &count));
-    if (count == 0)
-        return wrong_placement();
-    TB_TRY(take_kind(from, &out->kind));
-    if (out->kind == TB_REPLICATE)
-        return count == 1 ? TB_OK : wrong_placement();
-    if (out->kind == TB_PARTIAL) {
-        char op[16];
-        if (count != 2)
-            return wrong_placement();
-        TB_TRY(take_short_string(from, op, sizeof op));
-        if (!tb__reduce_op_read(op, &out->op))
-            return tb__fail(TB_INVALID, "[\"P\",op] takes sum, avg, min, max or product");
-        return TB_OK;
-    }
-    bool is_long = out->kind != TB_SHARD;
-    if (out->kind == TB_BLOCK_SHARD ? count < 3 : count != 2 + (unsigned)is_long)
-        return wrong_placement();
-    int64_t dim;
-    TB_TRY(take_int(from, "a placement's dim", &dim));
-    if (dim < -TB_MAX_DIMS || dim >= TB_MAX_DIMS)
-        return tb__fail(TB_INVALID, "a placement's dim, %" PRId64 ", is out of range", dim);
-    out->dim = (int)dim;
-    if (out->kind == TB_STRIDED_SHARD)
-        return take_int(from, "a split factor", &out->split);
-    if (out->kind == TB_BLOCK_SHARD)
-        return take_sizes(from, arena, count - 2, out);
-    return out->kind == TB_EXPLICIT ? take_lists(from, arena, out) : TB_OK;
-}
-
-static tb_status take_placements(tb__blob bytes, int ndim, tb__arena *arena, tb_placement *out) {
-    TB_TRY(tb__value_check(bytes));
-    tb__cursor from = tb__cursor_over(bytes);
-    uint32_t count;
-    TB_TRY(take_array_header(&from, "the list", &count));
-    if (count != (uint32_t)ndim)
-        return tb__fail(TB_INVALID, "%" PRIu32 " of them for a mesh of %d dims", count, ndim);
-    for (uint32_t m = 0; m < count; m++) {
-        tb_status status = take_placement(&from, arena, &out[m]);
+static tb_status read_placements(const json_t *json, int ndim, tb_placement *out) {
+    if (!json_is_array(json))
+        return tb__fail(TB_INVALID, "they must be an array");
+    if (json_array_size(json) != (size_t)ndim)
+        return tb__fail(TB_INVALID, "%zu of them for a mesh of %d dims", json_array_size(json), ndim);
+    for (int m = 0; m < ndim; m++) {
+        tb_status status = tb__placement_from_json(json_array_get(json, (size_t)m), &out[m]);
         if (status != TB_OK)
-            return tb__fail_within(status, "mesh dim %" PRIu32, m);
+            return tb__fail_within(status, "mesh dim %d", m);
     }
     return TB_OK;
+}
+
+static tb_status decode_placements(tb__blob bytes, int ndim, tb_placement *out) {
+    size_t left = TB__MAX_ITEMS;
+    tb__cursor from = tb__cursor_over(bytes);
+    TB_TRY(tb__value_check(bytes));
+    json_t *json = take_json(&from, &left);
+    if (!json)
+        return left > 0 ? tb__fail(TB_NO_MEMORY, "no memory for them")
+                        : tb__fail(TB_TOO_BIG, "they have more than %d values", TB__MAX_ITEMS);
+    tb_status status = read_placements(json, ndim, out);
+    json_decref(json);
+    return status;
 }
 
 static tb_status make_layout(int ndim, const int64_t *shape, const int32_t *ranks, tb__blob placements,
-                             tb__arena *arena, tb_layout **out) {
+                             tb_layout **out) {
     tb_placement place[TB_MAX_DIMS] = {0};
-    tb_status status = take_placements(placements, ndim, arena, place);
-    if (status != TB_OK)
-        return tb__fail_within(status, "placements");
-    return tb_layout_create(ndim, shape, ranks, place, out);
+    tb_status status = decode_placements(placements, ndim, place);
+    if (status == TB_OK)
+        status = tb_layout_create(ndim, shape, ranks, place, out);
+    else
+        (void)tb__fail_within(status, "placements");
+    for (int m = 0; m < ndim; m++)
+        tb__placement_fini(&place[m]);
+    return status;
 }
 
 static tb_status make_with_mesh(tb__blob mesh, tb__blob placements, tb__arena *arena, tb_layout **out) {
@@ -285,7 +191,7 @@ static tb_status make_with_mesh(tb__blob mesh, tb__blob placements, tb__arena *a
                             TB_MAX_RANKS - 1);
         ranks[i] = (int32_t)wire.ranks.item[i];
     }
-    return make_layout((int)wire.shape.count, wire.shape.item, ranks, placements, arena, out);
+    return make_layout((int)wire.shape.count, wire.shape.item, ranks, placements, out);
 }
 
 tb_status tb__layout_decode(tb__blob mesh, tb__blob placements, tb_layout **out) {
@@ -296,13 +202,12 @@ tb_status tb__layout_decode(tb__blob mesh, tb__blob placements, tb_layout **out)
 }
 
 tb_status tb__placements_decode(const tb_layout *mesh, tb__blob placements, tb_layout **out) {
-    tb__arena arena = {0};
-    int32_t *ranks = tb__arena_alloc(&arena, (size_t)mesh->nranks, sizeof *ranks);
-    tb_status status = ranks ? TB_OK : TB_NO_MEMORY;
-    for (int32_t i = 0; ranks && i < mesh->nranks; i++)
+    int32_t *ranks = tb__malloc((size_t)mesh->nranks, sizeof *ranks);
+    if (!ranks)
+        return TB_NO_MEMORY;
+    for (int32_t i = 0; i < mesh->nranks; i++)
         ranks[i] = tb_layout_rank_at(mesh, i);
-    if (status == TB_OK)
-        status = make_layout(mesh->ndim, mesh->shape, ranks, placements, &arena, out);
-    tb__arena_fini(&arena);
+    tb_status status = make_layout(mesh->ndim, mesh->shape, ranks, placements, out);
+    free(ranks);
     return status;
 }

@@ -98,6 +98,23 @@ static void expect_no_layout(const char *mesh, const char *placements, const cha
     free((void *)p.data);
 }
 
+/* A value of one byte takes many in memory, so that their number is limited. */
+static void test_many_values(void **state) {
+    (void)state;
+    tb__blob mesh = bytes_of("82a573686170659102a572616e6b73c0"), head = bytes_of("91dd00200000a2425300");
+    size_t count = 2 << 20;
+    uint8_t *bytes = malloc(head.nbytes + count - 2);
+    tb_layout *layout = NULL;
+    assert_non_null(bytes);
+    memcpy(bytes, head.data, head.nbytes);
+    memset(bytes + head.nbytes, 1, count - 2);
+    assert_int_equal(tb__layout_decode(mesh, (tb__blob){bytes, head.nbytes + count - 2}, &layout), TB_TOO_BIG);
+    assert_string_equal(tb_error_detail(), "placements: they have more than 1048576 values");
+    free(bytes);
+    free((void *)mesh.data);
+    free((void *)head.data);
+}
+
 static void test_wrong_layouts(void **state) {
     (void)state;
     const char *two = "82a573686170659102a572616e6b73c0", *replicate = "9191a152";
@@ -121,14 +138,18 @@ static void test_wrong_layouts(void **state) {
     expect_no_layout(two, "ddffffffff", "placements: MessagePack that ends in the middle of a value");
     expect_no_layout(two, "91dd7fffffff00", "placements: MessagePack that ends in the middle of a value");
     expect_no_layout(two, "9190",
-                     "placements: mesh dim 0: a placement is one of [\"R\"], [\"S\",dim], [\"SS\",dim,split], "
+                     "placements: mesh dim 0: a placement is one of [\"R\"], [\"S\",dim], [\"SS\",dim,split_factor], "
                      "[\"BS\",dim,size,...], [\"E\",dim,lists], [\"P\",op]");
     expect_no_layout(two, "9192a15308", "placements: mesh dim 0: a placement's dim, 8, is out of range");
     expect_no_layout(two, "9192a150a3786f72", "placements: mesh dim 0: [\"P\",op] takes sum, avg, min, max or product");
-    expect_no_layout(two, "9193a2535300a0", "placements: mesh dim 0: a split factor is not a whole number below 2^63");
+    expect_no_layout(two, "9193a2535300a0", "placements: mesh dim 0: a split factor is not an integer");
     expect_no_layout(two, "9193a2535300ff", "mesh dim 0: StridedShard's split factor is -1; it must be at least 1");
     expect_no_layout(two, "9193a1450091919100",
-                     "placements: mesh dim 0: an Explicit's segment has 1 numbers; it must be [start, stop]");
+                     "placements: mesh dim 0: [\"E\",dim,lists]: list 0, segment 0 is not [start,stop]");
+    expect_no_layout(two, "9193a2535300cf8000000000000000", "placements: mesh dim 0: a split factor is not an integer");
+    expect_no_layout(two, "9193a253530082a161c0a162c0", "placements: mesh dim 0: a split factor is not an integer");
+    expect_no_layout(two, "9192a2425300", "mesh dim 0: BlockShard has no block sizes");
+    expect_no_layout(two, "82a161c0a162c0", "placements: they must be an array");
     expect_no_layout(two, "9193a145009191920001", "mesh dim 0: Explicit has 1 lists for 2 coordinates");
     expect_no_layout(two, "9193a14500929192050190", "mesh dim 0: Explicit segment 5-1 is not a range");
 }
@@ -355,10 +376,10 @@ static void test_memory_may_be_short(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_layouts_come_back),   cmocka_unit_test(test_layout_bytes),
-        cmocka_unit_test(test_wrong_layouts),       cmocka_unit_test(test_tensors_come_back),
-        cmocka_unit_test(test_mesh_is_left_out),    cmocka_unit_test(test_wrong_tensors),
-        cmocka_unit_test(test_memory_may_be_short),
+        cmocka_unit_test(test_layouts_come_back), cmocka_unit_test(test_layout_bytes),
+        cmocka_unit_test(test_wrong_layouts),     cmocka_unit_test(test_many_values),
+        cmocka_unit_test(test_tensors_come_back), cmocka_unit_test(test_mesh_is_left_out),
+        cmocka_unit_test(test_wrong_tensors),     cmocka_unit_test(test_memory_may_be_short),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
