@@ -11,41 +11,80 @@
 typedef struct filling {
     agent_job *job;
     tb_batch *batch;
-    tb__client_file **files;      /* by descriptor of the frame; NULL: not mapped yet */
-    agent_memory **memories;      /* by device memory of the frame; likewise */
+    struct known_area {
+        const agent_batch_pair *user; /* the last pair that has a reference; NULL: it is not mapped yet */
+        agent_area area;
+    } * files, *memories;         /* by descriptor, and by device memory, of the frame */
+    bool has_maps;                /* they were read: */
+    tb__client_maps maps;         /* of the client */
     agent_batch_pair *batch_pair; /* of the tensor before ... */
     tb_layout *layout;            /* ... and its layout */
     uint64_t nbytes;              /* of the tensor */
     tb__mirrored mirrored;        /* what of it is */
 } filling;
 
+static tb_status map_file(agent_job *job, uint64_t fd, const char *what, tb__client_file **out) {
+    if (fd >= job->nfds)
+        return tb__fail(TB_INVALID, "%s in descriptor %" PRIu64 ", but %zu came with the command", what, fd, job->nfds);
+    pthread_mutex_lock(&job->session->process_lock);
+    tb_status status = tb__client_process_map_file(&job->session->process, job->fds[fd], out);
+    pthread_mutex_unlock(&job->session->process_lock);
+    return status;
+}
+
+static void unmap_file(agent_session *s, tb__client_file *file) {
+    pthread_mutex_lock(&s->process_lock);
+    tb__client_process_unmap_file(&s->process, file);
+    pthread_mutex_unlock(&s->process_lock);
+}
+
+static void put_area(agent_batch *b, const agent_area *area) {
+    b->nmapped -= area->memory || (area->file && area->file->base);
+    if (area->mirror)
+        tb__agent_put_mirror(b, area->mirror);
+    if (area->memory)
+        tb__agent_unmap_memory(b->session, area->memory);
+    if (area->file)
+        unmap_file(b->session, area->file);
+}
+
+static void put_areas(agent_batch *b, agent_batch_pair *p) {
+    for (size_t i = 0; i < p->areas.count; i++)
+        put_area(b, &p->areas.item[i]);
+    free(p->areas.item);
+    p->areas.item = NULL;
+    p->areas.count = p->areas.capacity = 0;
+}
+
+/* The tensor's pair has the reference from now on. */
+static tb_status keep_area(filling *f, agent_area area) {
+    agent_batch *b = f->job->batch;
+    b->nmapped += area.memory || (area.file && area.file->base);
+    if (tb__vec_push(&f->batch_pair->areas, area))
+        return TB_OK;
+    put_area(b, &area);
+    return TB_NO_MEMORY;
+}
+
+static tb_status check_inside(const tb__payload_memory *m, size_t nbytes) {
+    if (m->offset <= nbytes && m->nbytes <= nbytes - m->offset)
+        return TB_OK;
+    return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
+                    m->nbytes, m->offset, nbytes);
+}
+
 static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__client_file **out) {
-    agent_job *job = f->job;
-    if (m->fd >= job->nfds)
-        return tb__fail(TB_INVALID, "its memory is in descriptor %" PRIu32 ", but %zu came with the command", m->fd,
-                        job->nfds);
-    tb__client_file *file = f->files[m->fd];
-    if (!file) {
-        pthread_mutex_lock(&job->session->process_lock);
-        tb_status status = tb__client_process_map_file(&job->session->process, job->fds[m->fd], &file);
-        pthread_mutex_unlock(&job->session->process_lock);
-        TB_TRY(status);
-        f->files[m->fd] = file;
-        if (!tb__vec_push(&job->batch->files, ((agent_file){file, job->batch->round}))) {
-            pthread_mutex_lock(&job->session->process_lock);
-            tb__client_process_unmap_file(&job->session->process, file);
-            pthread_mutex_unlock(&job->session->process_lock);
-            f->files[m->fd] = NULL;
-            return TB_NO_MEMORY;
-        }
-    }
+    struct known_area *known = m->fd < f->job->nfds ? &f->files[m->fd] : NULL;
     size_t nbytes;
-    TB_TRY(tb__client_file_size(file, &nbytes));
-    if (m->offset > nbytes || m->nbytes > nbytes - m->offset)
-        return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
-                        m->nbytes, m->offset, nbytes);
-    *out = file;
-    return TB_OK;
+    if (!known || known->user != f->batch_pair) {
+        agent_area area = {0};
+        TB_TRY(map_file(f->job, m->fd, "its memory is", &area.file));
+        TB_TRY(keep_area(f, area));
+        *known = (struct known_area){f->batch_pair, area};
+    }
+    *out = known->area.file;
+    TB_TRY(tb__client_file_size(*out, &nbytes));
+    return check_inside(m, nbytes);
 }
 
 /* For reports; the last place is for all that have none of their own. Returns the name with the batch's lifetime. */
@@ -63,17 +102,29 @@ static const char *note_device(agent_batch *b, const char *name) {
 
 static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char **out, const char **device) {
     agent_job *job = f->job;
-    agent_memory *memory = m->fd < job->message.memories.count ? f->memories[m->fd] : NULL;
-    if (!memory) {
-        TB_TRY(tb__agent_map_memory(job, m->fd, &memory));
-        f->memories[m->fd] = memory;
+    struct known_area *known = m->fd < job->message.memories.count ? &f->memories[m->fd] : NULL;
+    if (!known || known->user != f->batch_pair) {
+        agent_area area = {0};
+        TB_TRY(tb__agent_map_memory(job, m->fd, &area.memory));
+        TB_TRY(keep_area(f, area));
+        *known = (struct known_area){f->batch_pair, area};
     }
-    const tb__memory *whole = &memory->adopted->memory;
-    if (m->offset > whole->nbytes || m->nbytes > whole->nbytes - m->offset)
-        return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
-                        m->nbytes, m->offset, whole->nbytes);
-    *out = (char *)whole->base + m->offset;
-    *device = note_device(job->batch, tb__device_unit_name(memory->adopted->device, whole->index));
+    const tb__adopted *adopted = known->area.memory->adopted;
+    TB_TRY(check_inside(m, adopted->memory.nbytes));
+    *out = (char *)adopted->memory.base + m->offset;
+    *device = note_device(job->batch, tb__device_unit_name(adopted->device, adopted->memory.index));
+    return TB_OK;
+}
+
+/* `file` NULL: it is at an address. */
+static tb_status mirror_memory(filling *f, const tb__payload_memory *m, const tb__client_file *file, char **out) {
+    agent_area area = {0};
+    if (!file && !f->has_maps)
+        TB_TRY(tb__client_process_read_maps(&f->job->session->process, &f->maps));
+    f->has_maps |= !file;
+    TB_TRY(tb__agent_get_mirror(f->job->batch, m, file, &f->maps, &area.mirror));
+    TB_TRY(keep_area(f, area));
+    *out = area.mirror->data;
     return TB_OK;
 }
 
@@ -100,10 +151,8 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
     if (m->kind != TB__MEMORY_DEVICE)
         device = note_device(f->job->batch, where);
     if (m->kind == TB__MEMORY_ADDRESS || unmapped) {
-        agent_mirror *mirror;
-        status = tb__agent_get_mirror(f->job->batch, m, unmapped, f->batch_pair->held, &mirror);
+        status = mirror_memory(f, m, unmapped, out);
         f->mirrored.is_mirror[memory] = status == TB_OK;
-        *out = status == TB_OK ? mirror->data : NULL;
         f->mirrored.file[memory] = unmapped;
         f->mirrored.file_shift[memory] = m->offset - (uint64_t)(uintptr_t)*out;
     } else if (file) {
@@ -121,48 +170,21 @@ static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory,
 }
 
 void tb__agent_batch_empty(agent_batch *b) {
-    agent_session *s = b->session;
     tb_batch_destroy(b->batch);
-    pthread_mutex_lock(&s->process_lock);
-    for (size_t i = 0; i < b->files.count; i++)
-        tb__client_process_unmap_file(&s->process, b->files.item[i].file);
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        put_areas(b, &b->batch_pairs.item[i]);
     if (b->mark_file)
-        tb__client_process_unmap_file(&s->process, b->mark_file);
-    pthread_mutex_unlock(&s->process_lock);
-    free(b->files.item);
-    tb__agent_drop_memories(b, 0);
-    free(b->memories.item);
-    tb__agent_mirrors_free(b);
-}
-
-static void drop_files(agent_batch *b, uint64_t round) {
-    agent_session *s = b->session;
-    size_t nkept = 0;
-    pthread_mutex_lock(&s->process_lock);
-    for (size_t i = 0; i < b->files.count; i++) {
-        if (b->files.item[i].round == round)
-            tb__client_process_unmap_file(&s->process, b->files.item[i].file);
-        else
-            b->files.item[nkept++] = b->files.item[i];
-    }
-    pthread_mutex_unlock(&s->process_lock);
-    b->files.count = nkept;
-    tb__agent_drop_memories(b, round);
+        unmap_file(b->session, b->mark_file);
+    free(b->mirrors.item);
 }
 
 tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
     const char *name = b->batch_pairs.item[leaving].pair->name;
-    uint64_t round = b->batch_pairs.item[leaving].round;
-    bool is_last = true;
     TB_TRY(tb_batch_remove_pair(b->batch, b->batch_pairs.item[leaving].held)); /* both sides of it */
     for (size_t i = 0; i < b->batch_pairs.count; i++) {
-        bool is_leaving = strcmp(b->batch_pairs.item[i].pair->name, name) == 0;
-        is_last &= is_leaving || b->batch_pairs.item[i].round != round;
-        if (is_leaving)
-            tb__agent_mirrors_drop(b, b->batch_pairs.item[i].held);
+        if (strcmp(b->batch_pairs.item[i].pair->name, name) == 0)
+            put_areas(b, &b->batch_pairs.item[i]);
     }
-    if (is_last)
-        drop_files(b, round);
     return TB_OK;
 }
 
@@ -296,13 +318,7 @@ static tb_status map_mark(filling *f) {
     size_t size = sizeof *f->batch->mark;
     if (!m->mark.is_set || b->mark_file)
         return TB_OK;
-    if (m->mark.value >= job->nfds)
-        return tb__fail(TB_INVALID, "the mark is in descriptor %" PRIu64 ", but %zu came with the command",
-                        m->mark.value, job->nfds);
-    pthread_mutex_lock(&job->session->process_lock);
-    tb_status status = tb__client_process_map_file(&job->session->process, job->fds[m->mark.value], &b->mark_file);
-    pthread_mutex_unlock(&job->session->process_lock);
-    TB_TRY(status);
+    TB_TRY(map_file(job, m->mark.value, "the mark is", &b->mark_file));
     if (!b->mark_file->base)
         return tb__fail(TB_DENIED, "the mark is in memory that is not sealed against shrinking");
     if (b->mark_file->nbytes < size || m->mark_offset > b->mark_file->nbytes - size || m->mark_offset % size != 0)
@@ -330,9 +346,8 @@ static void undo_round(agent_batch *b) {
         if (b->batch_pairs.item[i].round != b->round)
             continue;
         (void)tb_batch_remove_pair(b->batch, b->batch_pairs.item[i].held); /* fails if the pair is not there */
-        tb__agent_mirrors_drop(b, b->batch_pairs.item[i].held);
+        put_areas(b, &b->batch_pairs.item[i]);
     }
-    drop_files(b, b->round);
 }
 
 tb_status tb__agent_batch_fill(agent_job *job) {
@@ -363,6 +378,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
     tb_layout_destroy(f.layout);
     free(f.files);
     free(f.memories);
+    free(f.maps.item);
     if (status == TB_OK) {
         job->registered = f.batch;
         return TB_OK;

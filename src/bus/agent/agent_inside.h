@@ -96,15 +96,23 @@ typedef struct agent_mirror {
     const tb__client_file *file; /* NULL: it is at the client's address */
     uint64_t at;                 /* the address, or where it is in the file */
     size_t nbytes;
-    char *data;                    /* tb_alloc's */
-    TB_VEC(const tb_pair *) users; /* the pairs with tensors in it */
+    char *data; /* tb_alloc's */
+    size_t refs;
 } agent_mirror;
+
+/* Memory of the client that tensors of a pair are in, which the pair has a reference to: one of these. */
+typedef struct agent_area {
+    tb__client_file *file;
+    agent_memory *memory;
+    agent_mirror *mirror;
+} agent_area;
 
 /* A pair in a batch. */
 typedef struct agent_batch_pair {
     agent_pair *pair;
-    tb_pair *held;         /* a reference: the agent_pair may end before the batch */
-    uint64_t round;        /* the RegisterTensors that added it */
+    tb_pair *held;  /* a reference: the agent_pair may end before the batch */
+    uint64_t round; /* the RegisterTensors that added it */
+    TB_VEC(agent_area) areas;
     size_t ntensors;       /* guarded by the batch's lock, like what follows */
     uint64_t nbytes;       /* of this rank's part of them */
     tb_status status;      /* of the last transfer ... */
@@ -116,27 +124,14 @@ typedef struct agent_batch_pair {
     bool is_torn;
 } agent_batch_pair;
 
-/* A file of the client that tensors are in. */
-typedef struct agent_file {
-    tb__client_file *file;
-    uint64_t round; /* the RegisterTensors that added it; it is unmapped with the last pair of that round */
-} agent_file;
-
-/* Device memory of the client that tensors are in. */
-typedef struct agent_memory_use {
-    agent_memory *memory;
-    uint64_t round; /* as in agent_file */
-} agent_memory_use;
-
 typedef struct agent_batch {
     LIST_ENTRY(agent_batch) link;
     char *id;
     agent_session *session;
     tb_batch *batch;                      /* NULL: it is being registered */
     TB_VEC(agent_batch_pair) batch_pairs; /* change only between transfers */
-    TB_VEC(agent_file) files;
-    TB_VEC(agent_memory_use) memories;
-    TB_VEC(agent_mirror) mirrors;
+    TB_VEC(agent_mirror *) mirrors;       /* by file and place in it */
+    size_t nmapped;                       /* areas of its pairs that are not mirrors */
     /* The file with the batch's mark; NULL: there is none. */
     tb__client_file *mark_file;
     uint64_t round;            /* the number of RegisterTensors */
@@ -355,17 +350,15 @@ tb_status tb__agent_batch_drop(agent_batch *batch, size_t batch_pair);
 void tb__agent_batch_empty(agent_batch *batch); /* frees tensors and memory of a batch without jobs; in any thread */
 
 /* agent_memory.c: device memory of clients. In a job's thread. */
-/* Maps memory `index` of the frame, unless that was done; *out is its base. If it can't be mapped, the reply says so.
- */
+/* Maps memory `index` of the frame, or takes another reference to it. If it can't be mapped, the reply says so. */
 tb_status tb__agent_map_memory(agent_job *job, size_t index, agent_memory **out);
-void tb__agent_drop_memories(agent_batch *batch, uint64_t round); /* of this RegisterTensors; 0: all */
+void tb__agent_unmap_memory(agent_session *session, agent_memory *memory);
 
 /* agent_mirror.c */
-/* Finds or makes the mirror of these bytes of the client, or of its file, for a tensor of the pair. */
+/* Finds or makes the mirror of these bytes of the client, or of its file: a reference. */
 tb_status tb__agent_get_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb__client_file *file,
-                               const tb_pair *pair, agent_mirror **out);
-/* Frees mirrors that only this pair has used. */
-void tb__agent_mirrors_drop(agent_batch *batch, const tb_pair *pair);
+                               const tb__client_maps *maps, agent_mirror **out);
+void tb__agent_put_mirror(agent_batch *batch, agent_mirror *mirror);
 /* Copies all mirrors from the client; and to the client, what was received through a pair: of the groups of tensors
  * from `first` to before `last`. */
 tb_status tb__agent_read_mirrors(const agent_batch *batch);
@@ -373,7 +366,6 @@ tb_status tb__agent_write_mirrors(const agent_batch *batch, const tb_pair *pair,
 /* Whether all of the batch's memory is mirrored, and whether any is. */
 bool tb__agent_is_mirrored(const agent_batch *batch);
 bool tb__agent_has_mirrors(const agent_batch *batch);
-void tb__agent_mirrors_free(agent_batch *batch);
 
 /* agent_report.c: a JSON object, to be freed by the caller; `asker` is left out of its clients. */
 tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, bool lists_tensors, char **out);

@@ -47,25 +47,22 @@ static tb_status find_memory(agent_job *job, const char *device, const tb__devic
     return TB_OK;
 }
 
-static void put_memory(agent_memory *memory) {
-    if (--memory->refs > 0)
-        return;
-    LIST_REMOVE(memory, link);
-    tb__adopted_destroy(memory->adopted);
-    free(memory);
+void tb__agent_unmap_memory(agent_session *s, agent_memory *memory) {
+    pthread_mutex_lock(&s->process_lock);
+    if (--memory->refs == 0) {
+        LIST_REMOVE(memory, link);
+        tb__adopted_destroy(memory->adopted);
+        free(memory);
+    }
+    pthread_mutex_unlock(&s->process_lock);
 }
 
 static tb_status map_memory(agent_job *job, const tb__entry *entry, agent_memory **out) {
-    agent_batch *b = job->batch;
     tb__device_memory m;
     TB_TRY(tb__device_memory_decode(entry->payload, &job->arena, &m));
-    if (!tb__vec_reserve(&b->memories, 1))
-        return TB_NO_MEMORY;
     pthread_mutex_lock(&job->session->process_lock);
     tb_status status = find_memory(job, entry->pair_name, &m, out);
     pthread_mutex_unlock(&job->session->process_lock);
-    if (status == TB_OK)
-        b->memories.item[b->memories.count++] = (agent_memory_use){*out, b->round};
     return status;
 }
 
@@ -79,17 +76,4 @@ tb_status tb__agent_map_memory(agent_job *job, size_t index, agent_memory **out)
         return status;
     job->reply.unmapped = tb__some_bool(true);
     return tb__fail_within(TB_REFUSED, "the agent can't map memory of device %.40s", entry->pair_name);
-}
-
-void tb__agent_drop_memories(agent_batch *b, uint64_t round) {
-    size_t nkept = 0;
-    pthread_mutex_lock(&b->session->process_lock);
-    for (size_t i = 0; i < b->memories.count; i++) {
-        if (round == 0 || b->memories.item[i].round == round)
-            put_memory(b->memories.item[i].memory);
-        else
-            b->memories.item[nkept++] = b->memories.item[i];
-    }
-    pthread_mutex_unlock(&b->session->process_lock);
-    b->memories.count = nkept;
 }

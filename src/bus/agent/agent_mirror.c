@@ -10,67 +10,66 @@
 
 enum { PIECES = TB__CLIENT_PROCESS_PIECES };
 
-static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, const tb__client_file *file,
-                             agent_mirror **out) {
+/* Where the mirror is, or would be, among those of the batch: the first that does not end before these bytes. */
+static size_t find_mirror(const agent_batch *b, const tb__client_file *file, uint64_t at) {
+    size_t first = 0, last = b->mirrors.count;
+    while (first < last) {
+        size_t middle = first + (last - first) / 2;
+        const agent_mirror *m = b->mirrors.item[middle];
+        if (m->file == file ? m->at + m->nbytes <= at : (uintptr_t)m->file < (uintptr_t)file)
+            first = middle + 1;
+        else
+            last = middle;
+    }
+    return first;
+}
+
+static tb_status new_mirror(const tb__client_file *file, uint64_t at, size_t nbytes, agent_mirror **out) {
+    agent_mirror *m = tb__calloc(1, sizeof *m);
+    if (!m)
+        return TB_NO_MEMORY;
+    *m = (agent_mirror){.file = file, .at = at, .nbytes = nbytes, .refs = 1};
+    tb_status status = tb_alloc(nbytes, (void **)&m->data);
+    if (status == TB_OK)
+        *out = m;
+    else
+        free(m);
+    return status;
+}
+
+/* Mirrors must not overlap, because each is read as a whole. */
+tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, const tb__client_file *file,
+                               const tb__client_maps *maps, agent_mirror **out) {
     uint64_t at = file ? m->offset : m->address;
-    for (size_t i = 0; i < b->mirrors.count; i++) {
-        agent_mirror *known = &b->mirrors.item[i];
-        if (known->file != file)
-            continue;
-        if (known->at == at && known->nbytes == m->nbytes) {
-            *out = known;
-            return TB_OK;
-        }
-        if (at < known->at + known->nbytes && known->at < at + m->nbytes)
+    size_t i = find_mirror(b, file, at);
+    agent_mirror **place = b->mirrors.item ? &b->mirrors.item[i] : NULL;
+    if (i < b->mirrors.count && (*place)->file == file && (*place)->at < at + m->nbytes) {
+        if ((*place)->at != at || (*place)->nbytes != m->nbytes)
             return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
                                         "tb_alloc");
+        (*place)->refs++;
+        *out = *place;
+        return TB_OK;
     }
     if (!file)
-        TB_TRY(tb__client_process_check_memory(&b->session->process, m->address, m->nbytes));
-    agent_mirror new = {.file = file, .at = at, .nbytes = m->nbytes};
-    TB_TRY(tb_alloc(new.nbytes, (void **)&new.data));
-    if (!tb__vec_push(&b->mirrors, new)) {
-        tb_free(new.data);
+        TB_TRY(tb__client_maps_check(maps, m->address, m->nbytes));
+    if (!tb__vec_reserve(&b->mirrors, 1))
         return TB_NO_MEMORY;
-    }
-    *out = &b->mirrors.item[b->mirrors.count - 1];
+    TB_TRY(new_mirror(file, at, m->nbytes, out));
+    place = &b->mirrors.item[i];
+    memmove(place + 1, place, (b->mirrors.count++ - i) * sizeof *place);
+    *place = *out;
     return TB_OK;
 }
 
-tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, const tb__client_file *file,
-                               const tb_pair *pair, agent_mirror **out) {
-    agent_mirror *mirror;
-    TB_TRY(find_mirror(b, m, file, &mirror)); /* mirrors must not overlap, because each is read as a whole */
-    size_t i = 0;
-    while (i < mirror->users.count && mirror->users.item[i] != pair)
-        i++;
-    if (i == mirror->users.count && !tb__vec_push(&mirror->users, pair))
-        return TB_NO_MEMORY;
-    *out = mirror;
-    return TB_OK;
-}
-
-static void free_mirror(agent_mirror *m) {
-    tb_free(m->data);
-    free(m->users.item);
-}
-
-void tb__agent_mirrors_drop(agent_batch *b, const tb_pair *pair) {
-    size_t nkept = 0;
-    for (size_t i = 0; i < b->mirrors.count; i++) {
-        agent_mirror *m = &b->mirrors.item[i];
-        size_t nusers = 0;
-        for (size_t j = 0; j < m->users.count; j++) {
-            if (m->users.item[j] != pair)
-                m->users.item[nusers++] = m->users.item[j];
-        }
-        m->users.count = nusers;
-        if (nusers == 0)
-            free_mirror(m);
-        else
-            b->mirrors.item[nkept++] = *m;
-    }
-    b->mirrors.count = nkept;
+void tb__agent_put_mirror(agent_batch *b, agent_mirror *mirror) {
+    if (--mirror->refs > 0)
+        return;
+    agent_mirror **place = &b->mirrors.item[find_mirror(b, mirror->file, mirror->at)];
+    b->mirrors.count--;
+    memmove(place, place + 1, (size_t)(b->mirrors.item + b->mirrors.count - place) * sizeof *place);
+    tb_free(mirror->data);
+    free(mirror);
 }
 
 bool tb__agent_has_mirrors(const agent_batch *b) {
@@ -78,25 +77,14 @@ bool tb__agent_has_mirrors(const agent_batch *b) {
 }
 
 bool tb__agent_is_mirrored(const agent_batch *b) {
-    bool is_mapped = b->memories.count > 0;
-    for (size_t i = 0; i < b->files.count; i++)
-        is_mapped |= b->files.item[i].file->base != NULL;
-    return b->mirrors.count > 0 && !is_mapped;
-}
-
-void tb__agent_mirrors_free(agent_batch *b) {
-    for (size_t i = 0; i < b->mirrors.count; i++)
-        free_mirror(&b->mirrors.item[i]);
-    free(b->mirrors.item);
-    b->mirrors.item = NULL;
-    b->mirrors.count = 0;
+    return b->mirrors.count > 0 && b->nmapped == 0;
 }
 
 tb_status tb__agent_read_mirrors(const agent_batch *b) {
     if (b->mirrors.count > 0 && tb__batch_has_invalidated(b->batch))
         return TB_OK; /* the transfer says so */
     for (size_t i = 0; i < b->mirrors.count; i++) {
-        const agent_mirror *m = &b->mirrors.item[i];
+        const agent_mirror *m = b->mirrors.item[i];
         TB_TRY(m->file ? tb__client_file_read(m->file, m->at, m->data, m->nbytes)
                        : tb__client_process_read(&b->session->process, m->at, m->data, m->nbytes));
     }

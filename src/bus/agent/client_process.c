@@ -178,32 +178,49 @@ static tb_status check_alive(const tb__client_process *process) {
     return start_time == process->start_time ? TB_OK : tb__fail(TB_LOST, "process %ld is gone", (long)process->pid);
 }
 
-tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes) {
+tb_status tb__client_process_read_maps(const tb__client_process *process, tb__client_maps *out) {
     char path[64], line[512];
-    uint64_t at = address, stop;
-    if (__builtin_add_overflow(address, nbytes, &stop))
-        return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " run past the last address", nbytes, address);
     TB_TRY(check_alive(process));
     snprintf(path, sizeof path, "/proc/%ld/maps", (long)process->pid);
     FILE *maps = fopen(path, "re");
     if (!maps)
         return tb__fail(TB_DENIED, "%s: %s", path, tb__errno_text(errno));
-    while (at < stop && fgets(line, sizeof line, maps)) {
+    *out = (tb__client_maps){.pid = process->pid};
+    tb_status status = TB_OK;
+    while (status == TB_OK && fgets(line, sizeof line, maps)) {
         char *rest;
         uint64_t first = strtoull(line, &rest, 16), last = *rest == '-' ? strtoull(rest + 1, &rest, 16) : 0;
-        bool may = rest[0] == ' ' && rest[1] == 'r';
+        bool may_read = rest[0] == ' ' && rest[1] == 'r';
         while (!strchr(line, '\n') && fgets(line, sizeof line, maps)) /* the rest of a long line */
             continue;
-        if (at >= first && at < last && may)
-            at = last;
-        else if (first > at)
-            break;
+        struct tb__client_range *before = out->count > 0 ? &out->item[out->count - 1] : NULL;
+        if (may_read && before && before->last == first)
+            before->last = last;
+        else if (may_read && !tb__vec_push(out, ((struct tb__client_range){first, last})))
+            status = TB_NO_MEMORY;
     }
     fclose(maps);
-    return at >= stop ? TB_OK
-                      : tb__fail(TB_INVALID,
-                                 "%zu bytes at 0x%" PRIx64 " run past what process %ld may read: it ends at 0x%" PRIx64,
-                                 nbytes, address, (long)process->pid, at);
+    return status;
+}
+
+tb_status tb__client_maps_check(const tb__client_maps *maps, uint64_t address, size_t nbytes) {
+    size_t first = 0, last = maps->count;
+    uint64_t stop;
+    if (__builtin_add_overflow(address, nbytes, &stop))
+        return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " run past the last address", nbytes, address);
+    while (first < last) { /* the first range that ends after the address */
+        size_t middle = first + (last - first) / 2;
+        if (maps->item[middle].last <= address)
+            first = middle + 1;
+        else
+            last = middle;
+    }
+    const struct tb__client_range *r = first < maps->count ? &maps->item[first] : NULL;
+    bool is_inside = r && r->first <= address;
+    if (is_inside && stop <= r->last)
+        return TB_OK;
+    return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " run past what process %ld may read: it ends at 0x%" PRIx64,
+                    nbytes, address, (long)maps->pid, is_inside ? r->last : address);
 }
 
 /* Checks the result of process_vm_readv or process_vm_writev; the error message names the address where it stopped. */

@@ -43,8 +43,18 @@ tb_status tb__client_file_read(const tb__client_file *file, uint64_t at, void *t
 tb_status tb__client_file_write(const tb__client_file *file, uint64_t at, const void *from, const size_t *offsets,
                                 size_t n, size_t nbytes);
 
-/* TB_INVALID unless the process has all of these bytes mapped for reading. */
-tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes);
+/* What the process may read: ranges of addresses, in order, which do not meet. */
+typedef struct tb__client_maps {
+    pid_t pid;
+    struct tb__client_range {
+        uint64_t first, last;
+    } * item;
+    size_t count, capacity;
+} tb__client_maps;
+
+tb_status tb__client_process_read_maps(const tb__client_process *process, tb__client_maps *out); /* free its items */
+/* TB_INVALID unless the process may read all of these bytes. */
+tb_status tb__client_maps_check(const tb__client_maps *maps, uint64_t address, size_t nbytes);
 
 tb_status tb__client_process_read(const tb__client_process *process, uint64_t address, void *to, size_t nbytes);
 /* Pieces of `nbytes` each, at the same offsets from `from` and from the address. */
