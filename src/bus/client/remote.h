@@ -80,13 +80,7 @@ typedef struct remote_box {
 
 typedef struct remote_tensor {
     remote_pair *pair;
-    tb__bytes payload;
-    uint32_t fds[3]; /* indices in the batch's `fds` */
-    size_t nfds;
-    uint32_t memories[3]; /* likewise in its `memories` */
-    size_t nmemories;
     TB_VEC(remote_box) boxes; /* what is copied of it */
-    bool is_on_device;        /* then it may have to be described again */
     const char *name;         /* NULL: only the pair was added */
     tb_tensor given;
     struct {
@@ -103,7 +97,6 @@ typedef struct remote_batch {
     tb__arena arena; /* what the options and tensors point to */
     TB_VEC(remote_tensor) tensors;
     size_t nregistered; /* the first nregistered tensors; the rest is new */
-    TB_VEC(int) fds;    /* of all host memory that the tensors are in */
     TB_VEC(remote_memory) memories;
     TB_VEC(remote_copy) copies;
     bool is_registered;
@@ -119,6 +112,14 @@ typedef struct remote_batch {
     bool is_torn_here;             /* what was received could not be copied to the tensors */
     LIST_ENTRY(remote_batch) link;
 } remote_batch;
+
+/* A RegisterTensors that is being made. */
+typedef struct remote_frame {
+    TB_VEC(int) fds;         /* of the host memory that tensors are in */
+    TB_VEC(size_t) memories; /* device memory that they are in: indices in the batch's `memories` */
+    tb__memory_key key;      /* whose descriptors are those of device memory */
+    tb__bytes payloads;      /* of the tensors */
+} remote_frame;
 
 /* The part of a transfer that goes through one pair. */
 typedef struct remote_part {
@@ -171,8 +172,7 @@ tb_status tb__remote_start_thread(remote_world *world);
 
 /* remote_batch.c */
 /* Describes host memory of this process for the agent: a file and an offset, or an address. */
-tb_status tb__remote_describe_host(remote_batch *batch, remote_tensor *tensor, const void *at, size_t nbytes,
-                                   tb__payload_memory *out);
+tb_status tb__remote_describe_host(remote_frame *frame, const void *at, size_t nbytes, tb__payload_memory *out);
 void tb__remote_batch_unref(remote_batch *batch); /* without the lock */
 tb_status tb__remote_register_locked(remote_batch *batch, int timeout_ms);
 /* Sets tb__link_cancelled, if that is not NULL; to be reset after the wait. With the lock held. */
@@ -183,14 +183,14 @@ tb_status tb__remote_begin_cancellable(remote_world *world, const atomic_bool *c
 tb_status tb__remote_find_device(remote_world *world, const void *at, size_t nbytes, tb__device **device,
                                  tb__memory *memory);
 /* Describes it for the agent. *copy is the index of its copy, SIZE_MAX if the agent maps it. */
-tb_status tb__remote_describe_device(remote_batch *batch, remote_tensor *tensor, tb__device *device,
+tb_status tb__remote_describe_device(remote_batch *batch, remote_frame *frame, tb__device *device,
                                      const tb__memory *memory, const void *at, size_t nbytes, tb__payload_memory *out,
                                      size_t *copy);
 /* TB_INVALID, naming a tensor, if memory that the agent maps was remapped: the agent would go on with the old one. */
 tb_status tb__remote_check_memories(const remote_batch *batch);
-/* Adds what the message says of device memory that the new tensors are in: payloads, to be freed by the caller with
- * their entries, and descriptors, which are to be closed. */
-tb_status tb__remote_share_memories(const remote_batch *batch, size_t nfds, tb__entries *out, tb__memory_key *fds);
+/* What the message says of device memory that the frame's tensors are in: payloads, to be freed by the caller with
+ * their entries. Adds the descriptors to the frame. */
+tb_status tb__remote_share_memories(const remote_batch *batch, remote_frame *frame, tb__entries *out);
 /* Copies what is not mapped: before a transfer; or after it, what came through a pair, of groups of tensors from
  * `first` to before `last`. */
 tb_status tb__remote_copy_out(const remote_batch *batch, int64_t deadline_ms);

@@ -10,8 +10,7 @@
 
 #include <string.h>
 
-tb_status tb__remote_describe_host(remote_batch *b, remote_tensor *mine, const void *at, size_t nbytes,
-                                   tb__payload_memory *out) {
+tb_status tb__remote_describe_host(remote_frame *f, const void *at, size_t nbytes, tb__payload_memory *out) {
     tb__arena_file file;
     *out = (tb__payload_memory){.kind = TB__MEMORY_ADDRESS, .address = (uint64_t)(uintptr_t)at, .nbytes = nbytes};
     if (!tb__memory_find(at, nbytes, &file))
@@ -21,16 +20,16 @@ tb_status tb__remote_describe_host(remote_batch *b, remote_tensor *mine, const v
                                 .address = (uint64_t)(uintptr_t)at,
                                 .nbytes = nbytes};
     size_t i = 0;
-    while (i < b->fds.count && b->fds.item[i] != file.fd)
+    while (i < f->fds.count && f->fds.item[i] != file.fd)
         i++;
     out->fd = (uint32_t)i;
-    mine->fds[mine->nfds++] = out->fd;
-    return i < b->fds.count || tb__vec_push(&b->fds, file.fd) ? TB_OK : TB_NO_MEMORY;
+    return i < f->fds.count || tb__vec_push(&f->fds, file.fd) ? TB_OK : TB_NO_MEMORY;
 }
 
 /* A tensor that is being described. */
 typedef struct description {
     remote_batch *batch;
+    remote_frame *frame; /* NULL: it is only checked */
     remote_tensor *mine;
     const tb_tensor *tensor;
     const tb_layout *pair;
@@ -53,10 +52,10 @@ static tb_status describe_memory(const description *d, const void *at, size_t nb
     const char *unit = device ? tb__device_unit_name(device, memory.index) : "host", *said = d->tensor->memory;
     if (said && strcmp(said, unit) != 0 && !(device && strcmp(said, device->ops->name) == 0))
         return tb__fail(TB_REFUSED, "its memory is said to be on device '%.40s', but is on device '%s'", said, unit);
-    if (!device)
-        return tb__remote_describe_host(d->batch, d->mine, at, nbytes, out);
-    d->mine->is_on_device = true;
-    return tb__remote_describe_device(d->batch, d->mine, device, &memory, at, nbytes, out, copy);
+    if (!d->frame)
+        return TB_OK;
+    return device ? tb__remote_describe_device(d->batch, d->frame, device, &memory, at, nbytes, out, copy)
+                  : tb__remote_describe_host(d->frame, at, nbytes, out);
 }
 
 static tb_status add_box(const description *d, const tb_binding *binding, size_t copy, bool is_read, bool is_written) {
@@ -128,8 +127,9 @@ static tb_status describe_encoded(const description *d) {
     return t->scale ? describe_bytes(d, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
 }
 
-static tb_status describe_tensor(remote_batch *b, remote_tensor *mine, const tb_tensor *t, const tb_layout *pair,
-                                 tb__tensor_payload *p) {
+static tb_status describe_tensor(remote_batch *b, remote_tensor *mine, remote_frame *frame, tb__tensor_payload *p) {
+    const tb_tensor *t = &mine->given;
+    const tb_layout *pair = mine->pair->layout;
     tb_local local;
     p->dtype = t->dtype;
     p->shape.ndim = t->ndim;
@@ -147,14 +147,14 @@ static tb_status describe_tensor(remote_batch *b, remote_tensor *mine, const tb_
     if (tb_layout_index_of(p->layout ? p->layout : pair, mine->pair->index) < 0)
         return TB_OK; /* it has no part of it, of a scalar either */
     TB_TRY(tb_layout_local(p->layout ? p->layout : pair, &p->shape, mine->pair->index, &local));
-    description d = {.batch = b, .mine = mine, .tensor = t, .pair = pair, .local = local.shape, .payload = p};
+    description d = {
+        .batch = b, .frame = frame, .mine = mine, .tensor = t, .pair = pair, .local = local.shape, .payload = p};
     d.local.ndim = t->ndim;
     tb_local_fini(&local);
     return t->encode ? describe_encoded(&d) : describe_plain(&d);
 }
 
 static void free_tensor(remote_tensor *t) {
-    free(t->payload.item);
     free(t->boxes.item);
     tb__remote_pair_unref(t->pair);
 }
@@ -178,26 +178,17 @@ static tb_status keep_given(remote_batch *b, remote_tensor *mine, const tb_tenso
     return TB_OK;
 }
 
-static tb_status encode_tensor(remote_batch *b, const tb_tensor *t, const char *name, remote_tensor *mine) {
-    tb__tensor_payload p = {.name = name};
+/* Adds its payload to the frame; NULL: checks the tensor. */
+static tb_status encode_tensor(remote_batch *b, remote_tensor *t, remote_frame *frame) {
+    tb__tensor_payload p = {.name = t->name};
+    t->boxes.count = 0;
     pthread_mutex_lock(&b->world->device_lock);
-    tb_status status = describe_tensor(b, mine, t, mine->pair->layout, &p);
+    tb_status status = describe_tensor(b, t, frame, &p);
     pthread_mutex_unlock(&b->world->device_lock);
-    if (status == TB_OK)
-        status = tb__tensor_encode(&p, mine->pair->layout, &mine->payload);
+    if (status == TB_OK && frame)
+        status = tb__tensor_encode(&p, t->pair->layout, &frame->payloads);
     tb_layout_destroy(p.layout);
     return status;
-}
-
-/* Describes a tensor anew: its memory is not mapped, but copied. */
-static tb_status encode_again(remote_batch *b, remote_tensor *t) {
-    remote_tensor again = {.pair = t->pair, .name = t->name, .given = t->given};
-    tb_status status = encode_tensor(b, &t->given, t->name, &again);
-    t->pair->refs++;
-    free_tensor(status == TB_OK ? t : &again);
-    if (status == TB_OK)
-        *t = again;
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->name);
 }
 
 /* Whether the agent has the pair in this batch. */
@@ -230,9 +221,9 @@ static tb_status add_tensor(remote_batch *b, remote_pair *pair, const char *name
     if (t->ndim < 0 || t->ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, t->ndim);
     pair->refs++;
-    tb_status status = encode_tensor(b, t, name, &mine);
+    tb_status status = keep_given(b, &mine, t, name);
     if (status == TB_OK)
-        status = keep_given(b, &mine, t, name);
+        status = encode_tensor(b, &mine, NULL);
     if (status == TB_OK && !tb__vec_push(&b->tensors, mine))
         status = TB_NO_MEMORY;
     if (status != TB_OK)
@@ -260,59 +251,62 @@ tb_status tb__remote_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     return status;
 }
 
-/* The descriptors that the new tensors use, at their indices. The others may be closed by now: any descriptor fills
- * their places. */
-static tb_status gather_fds(const remote_batch *b, int **out, size_t *count) {
-    int *fds = tb__malloc(b->fds.count, sizeof *fds);
-    size_t n = 0;
-    int any = -1;
-    if (!fds)
-        return TB_NO_MEMORY;
-    for (size_t i = 0; i < b->fds.count; i++)
-        fds[i] = -1;
-    for (size_t i = b->nregistered; i < b->tensors.count; i++) {
-        const remote_tensor *t = &b->tensors.item[i];
-        for (size_t j = 0; j < t->nfds; j++) {
-            any = fds[t->fds[j]] = b->fds.item[t->fds[j]];
-            n = t->fds[j] >= n ? t->fds[j] + 1 : n;
-        }
+static void frame_fini(remote_frame *f) {
+    free(f->fds.item);
+    free(f->memories.item);
+    free(f->payloads.item);
+    tb__memory_key_fini(&f->key);
+}
+
+/* Describes the tensors that the agent does not have, in its entries and their sides. */
+static tb_status fill_frame(remote_batch *b, remote_frame *f, tb__entry *entries, const char **sides) {
+    size_t n = b->tensors.count - b->nregistered, at = 0;
+    for (size_t i = 0; i < n; i++) {
+        remote_tensor *t = &b->tensors.item[b->nregistered + i];
+        size_t start = f->payloads.count;
+        tb_status status = t->name ? encode_tensor(b, t, f) : TB_OK;
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor '%.100s'", t->name);
+        entries[i] = (tb__entry){t->pair->name, {NULL, f->payloads.count - start}};
+        sides[i] = t->pair->group;
     }
-    for (size_t i = 0; i < n; i++)
-        fds[i] = fds[i] < 0 ? any : fds[i];
-    *out = fds;
-    *count = n;
+    for (size_t i = 0; i < n; at += entries[i++].payload.nbytes) /* which do not move any more */
+        entries[i].payload.data = entries[i].payload.nbytes ? f->payloads.item + at : NULL;
     return TB_OK;
 }
 
-/* The mark is in descriptor `index` of the message. Returns that. */
-static int add_mark(const remote_batch *b, tb__message *message, size_t index) {
+/* The frame's descriptors: of files, of device memory, and the mark's. */
+static int *gather_fds(const remote_batch *b, const remote_frame *f, tb__message *message, size_t *count) {
+    int *fds = tb__malloc(f->fds.count + f->key.fds.count + 1, sizeof *fds);
+    size_t n = 0;
     tb__arena_file file = {0};
+    if (!fds)
+        return NULL;
+    for (size_t i = 0; i < f->fds.count; i++)
+        fds[n++] = f->fds.item[i];
+    for (size_t i = 0; i < f->key.fds.count; i++)
+        fds[n++] = f->key.fds.item[i];
     (void)tb__memory_find(b->mark, sizeof *b->mark, &file); /* tb_alloc made it */
-    message->mark = tb__some_uint(index);
+    message->mark = tb__some_uint(n);
     message->mark_offset = (uint64_t)((const char *)b->mark - (const char *)file.base);
-    return file.fd;
+    fds[n++] = file.fd;
+    *count = n;
+    return fds;
 }
 
-/* With the descriptors of device memory after those of files, and then the mark's. *is_unmapped: the agent can't map
- * that. */
-static tb_status call_with_memories(remote_batch *b, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
-                                    bool *is_unmapped) {
-    tb__memory_key key = {0}; /* for the descriptors */
+static tb_status send_frame(const remote_batch *b, remote_frame *f, tb__message *message, int timeout_ms,
+                            bool *is_unmapped) {
     tb__link_reply *reply = NULL;
+    int *fds = NULL;
+    size_t nfds;
     pthread_mutex_lock(&b->world->device_lock);
-    tb_status status = tb__remote_share_memories(b, nfds, &message->memories, &key);
+    tb_status status = tb__remote_share_memories(b, f, &message->memories);
     pthread_mutex_unlock(&b->world->device_lock);
-    size_t count = nfds + key.fds.count;
-    int *all = tb__malloc(count + 1, sizeof *all);
     *is_unmapped = status == TB_REFUSED;
-    if (status == TB_OK && !all)
+    if (status == TB_OK && !(fds = gather_fds(b, f, message, &nfds)))
         status = TB_NO_MEMORY;
     if (status == TB_OK) {
-        memcpy(all, fds, nfds * sizeof *all);
-        if (key.fds.count > 0)
-            memcpy(all + nfds, key.fds.item, key.fds.count * sizeof *all);
-        all[count] = add_mark(b, message, count);
-        status = tb__link_call(b->world->link, message, all, count + 1, timeout_ms, "registered the batch", &reply);
+        status = tb__link_call(b->world->link, message, fds, nfds, timeout_ms, "registered the batch", &reply);
         *is_unmapped = status == TB_REFUSED && reply && reply->message.unmapped.value;
     }
     tb__link_reply_free(reply);
@@ -320,44 +314,30 @@ static tb_status call_with_memories(remote_batch *b, tb__message *message, const
         free((void *)(uintptr_t)message->memories.item[i].payload.data);
     free((void *)(uintptr_t)message->memories.item);
     message->memories = (tb__entries){0};
-    tb__memory_key_fini(&key);
-    free(all);
-    return status;
-}
-
-static tb_status send_tensors(remote_batch *b, tb__message *message, int timeout_ms, bool *is_unmapped) {
-    size_t n = b->tensors.count - b->nregistered, nfds = 0;
-    int *fds = NULL;
-    bool is_second_seat = false;
-    tb__entry *entries = tb__malloc(n, sizeof *entries);
-    const char **sides = tb__malloc(n, sizeof *sides);
-    tb_status status = entries && sides ? gather_fds(b, &fds, &nfds) : TB_NO_MEMORY;
-    for (size_t i = 0; i < n && status == TB_OK; i++) {
-        const remote_tensor *t = &b->tensors.item[b->nregistered + i];
-        entries[i] = (tb__entry){t->pair->name, {t->payload.item, t->payload.count}};
-        sides[i] = t->pair->group;
-        is_second_seat |= strcmp(sides[i], b->world->link->group) != 0;
-    }
-    message->tensors = (tb__entries){n, entries};
-    if (is_second_seat)
-        message->sides = (tb__texts){n, sides};
-    if (status == TB_OK)
-        status = call_with_memories(b, message, fds, nfds, timeout_ms, is_unmapped);
-    free(entries);
-    free(sides);
     free(fds);
     return status;
 }
 
-/* The agent can't map device memory. */
-static tb_status copy_from_now_on(remote_batch *b) {
-    tb__log(TB_LOG_INFO, "batch '%s': device memory is copied through host memory: %s", b->name, tb_error_detail());
-    b->world->copies_memory = true;
-    for (size_t i = b->nregistered; i < b->tensors.count; i++) {
-        if (b->tensors.item[i].is_on_device)
-            TB_TRY(encode_again(b, &b->tensors.item[i]));
-    }
-    return TB_OK;
+/* *is_unmapped: the agent can't map device memory. */
+static tb_status send_tensors(remote_batch *b, tb__message *message, int timeout_ms, bool *is_unmapped) {
+    size_t n = b->tensors.count - b->nregistered;
+    remote_frame frame = {0};
+    bool is_second_seat = false;
+    tb__entry *entries = tb__malloc(n, sizeof *entries);
+    const char **sides = tb__malloc(n, sizeof *sides);
+    *is_unmapped = false;
+    tb_status status = entries && sides ? fill_frame(b, &frame, entries, sides) : TB_NO_MEMORY;
+    for (size_t i = 0; i < n && status == TB_OK; i++)
+        is_second_seat |= strcmp(sides[i], b->world->link->group) != 0;
+    message->tensors = (tb__entries){n, entries};
+    if (is_second_seat)
+        message->sides = (tb__texts){n, sides};
+    if (status == TB_OK)
+        status = send_frame(b, &frame, message, timeout_ms, is_unmapped);
+    frame_fini(&frame);
+    free(entries);
+    free(sides);
+    return status;
 }
 
 static tb_status register_new(remote_batch *b, int timeout_ms) {
@@ -382,9 +362,9 @@ static tb_status register_new(remote_batch *b, int timeout_ms) {
     left_ms = left_ms > 0 ? left_ms : 1;
     tb_status status = send_tensors(b, &message, left_ms, &is_unmapped);
     if (is_unmapped && !b->world->copies_memory) {
-        status = copy_from_now_on(b);
-        if (status == TB_OK)
-            status = send_tensors(b, &message, left_ms, &is_unmapped);
+        tb__log(TB_LOG_INFO, "batch '%s': device memory is copied through host memory: %s", b->name, tb_error_detail());
+        b->world->copies_memory = true;
+        status = send_tensors(b, &message, left_ms, &is_unmapped);
     }
     return status;
 }
@@ -575,7 +555,6 @@ static void free_batch(remote_batch *b) {
         free(b->memories.item[i].ids.item);
     free(b->memories.item);
     free(b->tensors.item);
-    free(b->fds.item);
     free(b->name);
     free(b);
 }

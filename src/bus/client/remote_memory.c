@@ -54,8 +54,8 @@ tb_status tb__remote_find_device(remote_world *w, const void *at, size_t nbytes,
     return tb__memory_check_mapped(at, nbytes);
 }
 
-static tb_status describe_shared(remote_batch *b, remote_tensor *t, tb__device *device, const tb__memory *m,
-                                 const void *at, size_t nbytes, tb__payload_memory *out) {
+/* Its place among the batch's. */
+static tb_status get_memory(remote_batch *b, tb__device *device, const tb__memory *m, size_t *out) {
     size_t i = 0;
     for (; i < b->memories.count; i++) {
         const tb__memory *known = &b->memories.item[i].memory;
@@ -74,21 +74,31 @@ static tb_status describe_shared(remote_batch *b, remote_tensor *t, tb__device *
         }
         b->memories.item[b->memories.count++] = new;
     }
+    *out = i;
+    return TB_OK;
+}
+
+static tb_status describe_shared(remote_batch *b, remote_frame *f, tb__device *device, const tb__memory *m,
+                                 const void *at, size_t nbytes, tb__payload_memory *out) {
+    size_t memory, i = 0;
+    TB_TRY(get_memory(b, device, m, &memory));
+    while (i < f->memories.count && f->memories.item[i] != memory)
+        i++;
     *out = (tb__payload_memory){.kind = TB__MEMORY_DEVICE,
                                 .fd = (uint32_t)i,
                                 .offset = (uint64_t)((const char *)at - (const char *)m->base),
                                 .address = (uint64_t)(uintptr_t)at,
                                 .nbytes = nbytes};
-    t->memories[t->nmemories++] = (uint32_t)i;
-    return TB_OK;
+    return i < f->memories.count || tb__vec_push(&f->memories, memory) ? TB_OK : TB_NO_MEMORY;
 }
 
 /* NULL: none is in it any more. */
-static const char *name_tensor_in(const remote_batch *b, size_t memory) {
-    for (size_t i = 0; i < b->tensors.count; i++) {
+static const char *name_tensor_in(const remote_batch *b, const tb__memory *m) {
+    uintptr_t first = (uintptr_t)m->base, last = first + m->nbytes;
+    for (size_t i = 0; i < b->nregistered; i++) {
         const remote_tensor *t = &b->tensors.item[i];
-        for (size_t j = 0; j < t->nmemories; j++) {
-            if (t->memories[j] == memory)
+        for (int j = 0; j < 3; j++) {
+            if (t->areas[j].first < last && first < t->areas[j].last)
                 return t->name;
         }
     }
@@ -98,7 +108,7 @@ static const char *name_tensor_in(const remote_batch *b, size_t memory) {
 tb_status tb__remote_check_memories(const remote_batch *b) {
     for (size_t i = 0; i < b->memories.count; i++) {
         const remote_memory *m = &b->memories.item[i];
-        const char *tensor = name_tensor_in(b, i);
+        const char *tensor = name_tensor_in(b, &m->memory);
         for (size_t j = 0; tensor && j < m->ids.count; j++) {
             tb__memory_change change = m->device->ops->check_id(m->device, &m->ids.item[j]);
             if (change != TB__MEMORY_SAME)
@@ -111,52 +121,42 @@ tb_status tb__remote_check_memories(const remote_batch *b) {
     return TB_OK;
 }
 
-static bool is_used_by_new(const remote_batch *b, size_t memory) {
-    for (size_t i = b->nregistered; i < b->tensors.count; i++) {
-        const remote_tensor *t = &b->tensors.item[i];
-        for (size_t j = 0; j < t->nmemories; j++) {
-            if (t->memories[j] == memory)
-                return true;
-        }
-    }
-    return false;
-}
-
-/* The descriptors go to `fds`, of which the first is number `nfds` in the frame. */
-static tb_status share_memory(const remote_memory *m, size_t nfds, tb__bytes *payload, tb__memory_key *fds) {
-    tb__memory_key key = {0};
+/* Its descriptors come after those of the frame's host memory. */
+static tb_status share_memory(const remote_memory *m, remote_frame *f, tb__bytes *payload) {
+    tb__memory_key key = {0}, *all = &f->key;
     tb_status status = tb__device_share(m->device, &m->memory, &key);
-    if (status == TB_OK && !tb__vec_reserve(&fds->fds, key.fds.count))
+    if (status == TB_OK && !tb__vec_reserve(&all->fds, key.fds.count))
         status = TB_NO_MEMORY;
-    if (status == TB_OK && fds->fds.count + key.fds.count > MOST_FDS)
+    if (status == TB_OK && all->fds.count + key.fds.count > MOST_FDS)
         status = tb__fail(TB_REFUSED, "it has more than %d descriptors", MOST_FDS);
     if (status == TB_OK) {
         tb__device_memory what = {.id = m->id,
-                                  .fd = key.fds.count ? nfds + fds->fds.count : 0,
+                                  .fd = key.fds.count ? f->fds.count + all->fds.count : 0,
                                   .nfds = key.fds.count,
                                   .key = {key.bytes.data, key.bytes.count}};
         status = tb__device_memory_encode(&what, payload);
     }
     for (size_t i = 0; i < key.fds.count && status == TB_OK; i++)
-        fds->fds.item[fds->fds.count++] = key.fds.item[i];
+        all->fds.item[all->fds.count++] = key.fds.item[i];
     if (status == TB_OK)
         key.fds.count = 0;
     tb__memory_key_fini(&key);
     return status;
 }
 
-tb_status tb__remote_share_memories(const remote_batch *b, size_t nfds, tb__entries *out, tb__memory_key *fds) {
-    tb__entry *entries = tb__calloc(b->memories.count, sizeof *entries);
+tb_status tb__remote_share_memories(const remote_batch *b, remote_frame *f, tb__entries *out) {
+    tb__entry *entries = tb__calloc(f->memories.count, sizeof *entries);
     tb_status status = TB_OK;
     *out = (tb__entries){0};
     if (!entries)
         return TB_NO_MEMORY;
-    *out = (tb__entries){b->memories.count, entries};
+    *out = (tb__entries){f->memories.count, entries};
     for (size_t i = 0; i < out->count; i++) {
+        const remote_memory *m = &b->memories.item[f->memories.item[i]];
         tb__bytes payload = {0};
-        entries[i].pair_name = b->memories.item[i].device->ops->name;
-        if (status == TB_OK && is_used_by_new(b, i))
-            status = share_memory(&b->memories.item[i], nfds, &payload, fds);
+        entries[i].pair_name = m->device->ops->name;
+        if (status == TB_OK)
+            status = share_memory(m, f, &payload);
         entries[i].payload = (tb__blob){payload.item, payload.count};
     }
     return status;
@@ -182,13 +182,13 @@ static tb_status get_copy(remote_batch *b, tb__device *device, const void *at, s
     return TB_NO_MEMORY;
 }
 
-tb_status tb__remote_describe_device(remote_batch *b, remote_tensor *t, tb__device *device, const tb__memory *memory,
+tb_status tb__remote_describe_device(remote_batch *b, remote_frame *f, tb__device *device, const tb__memory *memory,
                                      const void *at, size_t nbytes, tb__payload_memory *out, size_t *copy) {
     *copy = SIZE_MAX;
     if (memory->is_shareable && device->ops->share && !b->world->copies_memory)
-        return describe_shared(b, t, device, memory, at, nbytes, out);
+        return describe_shared(b, f, device, memory, at, nbytes, out);
     TB_TRY(get_copy(b, device, at, nbytes, copy));
-    TB_TRY(tb__remote_describe_host(b, t, b->copies.item[*copy].buffer, nbytes, out));
+    TB_TRY(tb__remote_describe_host(f, b->copies.item[*copy].buffer, nbytes, out));
     out->address = (uint64_t)(uintptr_t)at; /* Invalidate names it so */
     out->copied_from = tb__device_unit_name(device, memory->index);
     return TB_OK;
