@@ -54,6 +54,44 @@ static void test_list_groups(void **state) {
     run_agents(list_groups, 2, 1);
 }
 
+static tb_status transform_send(void *arg, const tb_transform_piece *piece, const tb_binding *here, void *wire) {
+    (void)arg, (void)piece, (void)here, (void)wire;
+    return TB_OK;
+}
+
+static tb_status transform_recv(void *arg, const tb_transform_piece *piece, const tb_binding *here, const void *wire) {
+    (void)arg, (void)piece, (void)here, (void)wire;
+    return TB_OK;
+}
+
+/* What needs a process that is on the bus itself. */
+static void refusals(rank *r) {
+    guest *c = open_client(r);
+    tb_transform transform = {
+        .size = sizeof transform, .prepare_send = transform_send, .finalize_recv = transform_recv};
+    tb_batch_opts batch = {.size = sizeof batch, .transform = &transform};
+    tb_world_opts manual = {.size = sizeof manual, .manual = true};
+    tb_world *world = NULL;
+    tb_batch *b = NULL;
+    tb_copy *copy = NULL;
+    tb_ir *ir = NULL;
+    char url[100];
+    snprintf(url, sizeof url, "agent:%s", seat_of(r)->path);
+    check_fails(tb_world_join(url, NULL, 0, 0, &manual, &world), TB_REFUSED, "a manual world needs a process");
+    check_fails(tb_batch_create(c->world, "b", &batch, &b), TB_REFUSED, "a transform needs a process");
+    check_fails(tb_copy_open(c->world, "c", r->group, NULL, &copy), TB_REFUSED, "a copy service needs a process");
+    check(!world && !b && !copy);
+    check_ok(tb_batch_create(c->world, "b", NULL, &b));
+    check_fails(tb_batch_ir(b, true, &ir), TB_REFUSED, "tb_batch_dump shows it");
+    tb_batch_destroy(b);
+    guest_close(c);
+}
+
+static void test_refusals(void **state) {
+    (void)state;
+    run_agents(refusals, 1, 1);
+}
+
 static void test_both_ways(void **state) {
     (void)state;
     run_agents(both_ways, 2, 2);
@@ -489,9 +527,10 @@ static void test_close_early(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_both_ways),  cmocka_unit_test(test_some_ranks),  cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_neighbours), cmocka_unit_test(test_quantised),   cmocka_unit_test(test_many_clients),
-        cmocka_unit_test(test_later),      cmocka_unit_test(test_close_early), cmocka_unit_test(test_list_groups),
+        cmocka_unit_test(test_both_ways),   cmocka_unit_test(test_some_ranks),  cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_neighbours),  cmocka_unit_test(test_quantised),   cmocka_unit_test(test_many_clients),
+        cmocka_unit_test(test_later),       cmocka_unit_test(test_close_early), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_list_groups),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

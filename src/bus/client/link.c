@@ -221,6 +221,11 @@ void tb__link_wake(tb__link *l) {
     pthread_cond_broadcast(&l->changed);
 }
 
+/* Whether sending has failed because the connection is shut, by the peer or by this process. */
+static bool is_shut(int error) {
+    return error == EPIPE || error == ECONNRESET || error == ENOTCONN;
+}
+
 /* Sends some bytes, with some descriptors. Without the lock: *lost is why it could not. */
 static tb_status send_piece(const tb__link *l, const uint8_t *data, size_t nbytes, const int *fds, size_t nfds,
                             int64_t deadline_ms, size_t *sent, int *lost) {
@@ -313,9 +318,11 @@ tb_status tb__link_send(tb__link *l, const tb__bytes *frame, const int *fds, siz
     l->nframes -= status != TB_OK;
     pthread_cond_broadcast(&l->changed);
     if (lost && !l->is_reading)
-        receive_all(l); /* what it said before it ended counts */
-    if (lost)
-        return fail_over(l, strerror(lost));
+        receive_all(l); /* what it said before it ended counts; it is over when there is no more */
+    if (lost && (is_shut(lost) || nrest + nsent > 0))
+        return break_and_fail(l, strerror(lost));
+    if (lost) /* a descriptor that can't be sent, or no memory */
+        return tb__fail(TB_IO, "%s: a frame can't be sent: %s", l->name, strerror(lost));
     if (nsent > 0 && nsent < frame->count && !l->keeps_unsent) /* it has half a frame: no other can follow */
         return break_and_fail(l, "it does not take what is sent");
     if (l->keeps_unsent && keep_unsent(&l->unsent, nrest, frame, nsent) != TB_OK)
