@@ -327,8 +327,6 @@ agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
 tb_status tb__agent_job_begin(agent_job *job);
 /* Counts as one of the jobs of its batch, if it has one. */
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
-/* Frees the parts of the frame that the message does not point to. The frame of a RegisterTensors stays. */
-void tb__agent_job_trim(agent_job *job);
 /* Frees the frame. In any thread. */
 void tb__agent_job_drop_frame(agent_job *job);
 /* Ends a job: replies (a failure with tb_error_detail), posts the semaphore, frees. */

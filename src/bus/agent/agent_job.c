@@ -44,28 +44,6 @@ void tb__agent_job_drop_frame(agent_job *job) {
     job->nbytes = 0;
 }
 
-void tb__agent_job_trim(agent_job *job) {
-    tb__message *m = &job->message;
-    size_t nbytes = m->mesh.nbytes + m->placements.nbytes;
-    if (m->kind == TB__REGISTER_TENSORS)
-        return;
-    uint8_t *kept = NULL;
-    if (nbytes > 0) {
-        kept = tb__arena_alloc(&job->arena, nbytes, 1);
-        if (!kept)
-            return; /* then the whole frame is kept */
-        if (m->mesh.nbytes > 0)
-            memcpy(kept, m->mesh.data, m->mesh.nbytes);
-        if (m->placements.nbytes > 0)
-            memcpy(kept + m->mesh.nbytes, m->placements.data, m->placements.nbytes);
-        m->mesh.data = kept;
-        m->placements.data = kept + m->mesh.nbytes;
-    }
-    tb__agent_job_drop_frame(job);
-    job->nbytes = nbytes;
-    atomic_fetch_add(&job->session->nbytes, nbytes);
-}
-
 int tb__agent_job_timeout(const agent_job *job) {
     uint64_t asked = job->message.timeout_ms;
     return asked == 0 ? job->agent->timeout_ms : asked > INT32_MAX ? INT32_MAX : (int)asked;

@@ -182,7 +182,8 @@ static void on_client_frame(agent_session *s, tb__blob map) {
         tb__agent_job_end(job, status); /* framing is intact: the next frame may be valid */
         return;
     }
-    tb__agent_job_trim(job);
+    if (job->message.kind != TB__REGISTER_TENSORS && job->message.kind != TB__INIT_PAIR)
+        tb__agent_job_drop_frame(job); /* the message has no bytes of it: text is in the arena */
     tb__agent_run_command(job);
 }
 
