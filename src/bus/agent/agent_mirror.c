@@ -85,8 +85,7 @@ tb_status tb__agent_read_mirrors(const agent_batch *b) {
         return TB_OK; /* the transfer says so */
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = b->mirrors.item[i];
-        TB_TRY(m->file ? tb__client_file_read(m->file, m->at, m->data, m->nbytes)
-                       : tb__client_process_read(&b->session->process, m->at, m->data, m->nbytes));
+        TB_TRY(tb__client_read(&b->session->process, m->file, m->at, m->data, m->nbytes));
     }
     return TB_OK;
 }
@@ -104,10 +103,7 @@ typedef struct writer {
 static tb_status flush_pieces(writer *w) {
     size_t count = w->count;
     w->count = 0;
-    if (count == 0)
-        return TB_OK;
-    return w->file ? tb__client_file_write(w->file, w->at, w->base, w->offsets, count, w->nbytes)
-                   : tb__client_process_write(w->process, w->at, w->base, w->offsets, count, w->nbytes);
+    return count == 0 ? TB_OK : tb__client_write(w->process, w->file, w->at, w->base, w->offsets, count, w->nbytes);
 }
 
 /* Further pieces are in this memory area. */

@@ -129,53 +129,15 @@ tb_status tb__client_file_size(const tb__client_file *file, size_t *out) {
     return TB_OK;
 }
 
-static tb_status check_file_moved(ssize_t moved, uint64_t at, const char *what) {
-    if (moved > 0)
-        return TB_OK;
-    return tb__fail(TB_IO, "the memory's file can't be %s at byte %" PRIu64 ": %s", what, at,
-                    moved == 0 ? "it ends there now" : strerror(errno));
-}
-
-tb_status tb__client_file_read(const tb__client_file *file, uint64_t at, void *to, size_t nbytes) {
-    for (size_t done = 0; done < nbytes;) {
-        size_t n = nbytes - done < MOST_AT_ONCE ? nbytes - done : MOST_AT_ONCE;
-        ssize_t moved = pread(file->fd, (char *)to + done, n, (off_t)(at + done));
-        if (moved < 0 && errno == EINTR)
-            continue;
-        TB_TRY(check_file_moved(moved, at + done, "read"));
-        done += (size_t)moved;
-    }
-    return TB_OK;
-}
-
-/* Writing past its end would make it longer. */
-tb_status tb__client_file_write(const tb__client_file *file, uint64_t at, const void *from, const size_t *offsets,
-                                size_t n, size_t nbytes) {
-    size_t size;
-    TB_TRY(tb__client_file_size(file, &size));
-    for (size_t i = 0, done = 0; i < n;) {
-        size_t offset = offsets[i] + done, count = nbytes - done < MOST_AT_ONCE ? nbytes - done : MOST_AT_ONCE;
-        if (at + offset + count > size)
-            return check_file_moved(0, size, "written");
-        ssize_t moved = pwrite(file->fd, (const char *)from + offset, count, (off_t)(at + offset));
-        if (moved < 0 && errno == EINTR)
-            continue;
-        TB_TRY(check_file_moved(moved, at + offset, "written"));
-        done += (size_t)moved;
-        i += done / nbytes;
-        done %= nbytes;
-    }
-    return TB_OK;
-}
-
-/* Whether the pid is still that of the process that connected. */
+/* Whether the pid is still that of the process that connected: it is not used again before its pidfd reports the end.
+ */
 static tb_status check_alive(const tb__client_process *process) {
     struct pollfd end = {.fd = process->pidfd, .events = POLLIN};
-    uint64_t start_time;
-    if (process->pidfd >= 0 && poll(&end, 1, 0) > 0)
-        return tb__fail(TB_LOST, "process %ld is gone", (long)process->pid);
-    TB_TRY(read_start_time(process->pid, &start_time));
-    return start_time == process->start_time ? TB_OK : tb__fail(TB_LOST, "process %ld is gone", (long)process->pid);
+    uint64_t start_time = process->start_time;
+    if (process->pidfd < 0)
+        TB_TRY(read_start_time(process->pid, &start_time));
+    bool is_gone = process->pidfd >= 0 ? poll(&end, 1, 0) > 0 : start_time != process->start_time;
+    return is_gone ? tb__fail(TB_LOST, "process %ld is gone", (long)process->pid) : TB_OK;
 }
 
 tb_status tb__client_process_read_maps(const tb__client_process *process, tb__client_maps *out) {
@@ -223,50 +185,63 @@ tb_status tb__client_maps_check(const tb__client_maps *maps, uint64_t address, s
                     nbytes, address, (long)maps->pid, is_inside ? r->last : address);
 }
 
-/* Checks the result of process_vm_readv or process_vm_writev; the error message names the address where it stopped. */
-static tb_status check_moved(const tb__client_process *process, ssize_t moved, uint64_t address, const char *what) {
-    if (moved > 0)
-        return TB_OK;
-    int error = moved < 0 ? errno : 0;
+/* Says why nothing was moved at this place. */
+static tb_status fail_move(const tb__client_process *process, const tb__client_file *file, bool is_write, uint64_t at,
+                           int error) {
+    const char *what = is_write ? "written" : "read";
+    if (file)
+        return tb__fail(TB_IO, "the memory's file can't be %s at byte %" PRIu64 ": %s", what, at,
+                        error ? strerror(error) : "it ends there now");
     return tb__fail(error == EPERM   ? TB_DENIED
                     : error == ESRCH ? TB_LOST
                                      : TB_IO,
-                    "memory of process %ld at 0x%" PRIx64 " can't be %s: %s%s", (long)process->pid, address, what,
-                    moved == 0 ? "nothing was moved" : strerror(error),
-                    error == EPERM ? "; use memory of tb_alloc" : "");
+                    "memory of process %ld at 0x%" PRIx64 " can't be %s: %s%s", (long)process->pid, at, what,
+                    error ? strerror(error) : "nothing was moved", error == EPERM ? "; use memory of tb_alloc" : "");
 }
 
-tb_status tb__client_process_read(const tb__client_process *process, uint64_t address, void *to, size_t nbytes) {
-    TB_TRY(check_alive(process));
-    for (size_t at = 0; at < nbytes;) {
-        size_t n = nbytes - at < MOST_AT_ONCE ? nbytes - at : MOST_AT_ONCE;
-        struct iovec here = {(char *)to + at, n};
-        struct iovec there = {(void *)(uintptr_t)(address + at), n}; // NOLINT(performance-no-int-to-ptr)
-        ssize_t moved = process_vm_readv(process->pid, &here, 1, &there, 1, 0);
-        TB_TRY(check_moved(process, moved, address + at, "read"));
-        at += (size_t)moved;
-    }
-    return TB_OK;
+static ssize_t move_pieces(const tb__client_process *process, const tb__client_file *file, bool is_write,
+                           const struct iovec *here, const struct iovec *there, size_t count) {
+    if (!file)
+        return (is_write ? process_vm_writev : process_vm_readv)(process->pid, here, count, there, count, 0);
+    off_t at = (off_t)(uintptr_t)there->iov_base;
+    return is_write ? pwrite(file->fd, here->iov_base, here->iov_len, at)
+                    : pread(file->fd, here->iov_base, here->iov_len, at);
 }
 
-tb_status tb__client_process_write(const tb__client_process *process, uint64_t address, const void *from,
-                                   const size_t *offsets, size_t n, size_t nbytes) {
-    TB_TRY(check_alive(process));
-    for (size_t i = 0, at = 0; i < n;) {
+/* Several pieces at once, unless they are in a file. Writing past the end of a file would make it longer. */
+static tb_status move_all(const tb__client_process *process, const tb__client_file *file, bool is_write, uint64_t at,
+                          char *local, const size_t *offsets, size_t n, size_t nbytes) {
+    size_t pieces = file ? 1 : TB__CLIENT_PROCESS_PIECES, end = SIZE_MAX;
+    TB_TRY(file ? tb__client_file_size(file, &end) : check_alive(process));
+    for (size_t i = 0, done = 0; i < n;) {
         struct iovec here[TB__CLIENT_PROCESS_PIECES], there[TB__CLIENT_PROCESS_PIECES];
         size_t count = 0, most = MOST_AT_ONCE;
-        for (size_t j = i, from_at = at; j < n && count < TB__CLIENT_PROCESS_PIECES && most > 0; j++, from_at = 0) {
-            size_t length = nbytes - from_at < most ? nbytes - from_at : most;
-            here[count] = (struct iovec){(char *)from + offsets[j] + from_at, length};
-            there[count++] = (struct iovec){(void *)(uintptr_t)(address + offsets[j] + from_at),
-                                            length}; // NOLINT: of another process
+        for (size_t j = i, start = done; j < n && count < pieces && most > 0; j++, start = 0) {
+            size_t length = nbytes - start < most ? nbytes - start : most, offset = offsets[j] + start;
+            here[count] = (struct iovec){local + offset, length};
+            there[count++] = (struct iovec){(void *)(uintptr_t)(at + offset), length}; // NOLINT: not an address here
             most -= length;
         }
-        ssize_t moved = process_vm_writev(process->pid, here, count, there, count, 0);
-        TB_TRY(check_moved(process, moved, address + offsets[i] + at, "written"));
-        at += (size_t)moved; /* perhaps the end of one piece, and some after it */
-        i += at / nbytes;
-        at %= nbytes;
+        uint64_t first = at + offsets[i] + done;
+        bool is_past = first + here->iov_len > end;
+        ssize_t moved = is_past ? 0 : move_pieces(process, file, is_write, here, there, count);
+        if (moved < 0 && errno == EINTR)
+            continue;
+        if (moved <= 0)
+            return fail_move(process, file, is_write, is_past ? end : first, moved < 0 ? errno : 0);
+        done += (size_t)moved; /* perhaps the end of one piece, and some after it */
+        i += done / nbytes;
+        done %= nbytes;
     }
     return TB_OK;
+}
+
+tb_status tb__client_read(const tb__client_process *process, const tb__client_file *file, uint64_t at, void *to,
+                          size_t nbytes) {
+    return move_all(process, file, false, at, to, &(size_t){0}, 1, nbytes);
+}
+
+tb_status tb__client_write(const tb__client_process *process, const tb__client_file *file, uint64_t at,
+                           const void *from, const size_t *offsets, size_t n, size_t nbytes) {
+    return move_all(process, file, true, at, (char *)(uintptr_t)from, offsets, n, nbytes);
 }

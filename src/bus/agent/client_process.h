@@ -38,10 +38,6 @@ tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__c
 void tb__client_process_unmap_file(tb__client_process *process, tb__client_file *file);
 
 tb_status tb__client_file_size(const tb__client_file *file, size_t *out); /* what it has now */
-/* Of a file that is not mapped, like those of processes below. TB_IO if it is too short by now. */
-tb_status tb__client_file_read(const tb__client_file *file, uint64_t at, void *to, size_t nbytes);
-tb_status tb__client_file_write(const tb__client_file *file, uint64_t at, const void *from, const size_t *offsets,
-                                size_t n, size_t nbytes);
 
 /* What the process may read: ranges of addresses, in order, which do not meet. */
 typedef struct tb__client_maps {
@@ -56,9 +52,12 @@ tb_status tb__client_process_read_maps(const tb__client_process *process, tb__cl
 /* TB_INVALID unless the process may read all of these bytes. */
 tb_status tb__client_maps_check(const tb__client_maps *maps, uint64_t address, size_t nbytes);
 
-tb_status tb__client_process_read(const tb__client_process *process, uint64_t address, void *to, size_t nbytes);
-/* Pieces of `nbytes` each, at the same offsets from `from` and from the address. */
-tb_status tb__client_process_write(const tb__client_process *process, uint64_t address, const void *from,
-                                   const size_t *offsets, size_t n, size_t nbytes);
+/* Bytes of a file that is not mapped, or, if that is NULL, at an address of the process. TB_IO if the file is too short
+ * by now. */
+tb_status tb__client_read(const tb__client_process *process, const tb__client_file *file, uint64_t at, void *to,
+                          size_t nbytes);
+/* Pieces of `nbytes` each, at the same offsets from `from` and from the place there. */
+tb_status tb__client_write(const tb__client_process *process, const tb__client_file *file, uint64_t at,
+                           const void *from, const size_t *offsets, size_t n, size_t nbytes);
 
 #endif
