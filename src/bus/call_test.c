@@ -121,9 +121,9 @@ static void test_pair_and_register(void **state) {
 }
 
 static void by_an_agent(rank *r) {
-    guest *client = open_client(r);
+    program *client = open_client(r);
     pair_and_register(r, client->world);
-    guest_close(client);
+    program_close(client);
 }
 
 static void test_by_an_agent(void **state) {

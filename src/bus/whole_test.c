@@ -19,13 +19,13 @@ typedef struct shared {
     way way;
 } shared;
 
-typedef struct shared_house {
-    house house; /* first */
+typedef struct shared_scene {
+    agent_scene agents; /* first */
     const shared *shared;
-} shared_house;
+} shared_scene;
 
 static const shared *shared_of(const rank *r) {
-    return r->scene->shared ? r->scene->shared : ((const shared_house *)r->scene)->shared;
+    return r->scene->shared ? r->scene->shared : ((const shared_scene *)r->scene)->shared;
 }
 
 /* As set_up, but the agents can't map the tensors. */
@@ -71,8 +71,8 @@ static void run_both(shared o) {
     if (o.way != PROTECTS)
         run_ranks(o.body, NRANKS, NRANKS, &o);
     o.has_agents = true;
-    shared_house h = {.shared = &o};
-    run_house(&h.house, run_with_agent, NRANKS, NRANKS);
+    shared_scene h = {.shared = &o};
+    run_agent_scene(&h.agents, run_with_agent, NRANKS, NRANKS);
 }
 
 static tb_transfer *begin(const rank *r, setup *s, const tb_transfer_opts *opts, uint32_t version) {

@@ -69,7 +69,7 @@ def connect(bed, path, user=None, release=None, **options):
     return p, p.call("connect", path, **options)
 
 
-def guest(bed, agent, **options):
+def program(bed, agent, **options):
     p, answer = connect(bed, agent.socket, **options)
     answer.ok()
     return p
@@ -204,7 +204,7 @@ def pair(p, remote, layout=LAYOUT, name="weights", **options):
 
 
 def pairs_that_wait(bed):
-    p = guest(bed, Agent(bed, "trainer", 0, 1))
+    p = program(bed, Agent(bed, "trainer", 0, 1))
     pair(p, "inference", timeout=SHORT_MS)
     yield failure(p.answer())
     Agent(bed, "inference", 0, 1)
@@ -215,7 +215,7 @@ def pairs_that_wait(bed):
 
 
 def layouts_that_differ(bed):
-    first, second = (guest(bed, Agent(bed, "trainer", i, 2, wait=False)) for i in range(2))
+    first, second = (program(bed, Agent(bed, "trainer", i, 2, wait=False)) for i in range(2))
     pair(first, "inference", "mesh=2 place=Shard(0)")
     pair(second, "inference", "mesh=2 place=Replicate")
     yield failure(first.answer())
@@ -224,12 +224,12 @@ def layouts_that_differ(bed):
 
 def pairs_that_are_here(bed):
     agents_ = [Agent(bed, g, 0, 1, wait=False) for g in ("trainer", "inference")]
-    trainer, inference = (guest(bed, a) for a in agents_)
+    trainer, inference = (program(bed, a) for a in agents_)
     pair(trainer, "inference", "mesh=1 place=Shard(0)")
     pair(inference, "trainer", "mesh=1 place=Shard(0)")
     trainer.answer().ok()
     inference.answer().ok()
-    another = guest(bed, agents_[0])
+    another = program(bed, agents_[0])
     pair(another, "inference", "mesh=1 place=Replicate")
     yield failure(another.answer())
 
@@ -275,7 +275,7 @@ def programs_of_their_own(bed):
 
 def two_agents(bed, **options):
     """A pair of one trainer and one engine, through agents; the two programs."""
-    programs = {g: guest(bed, Agent(bed, g, 0, 1, wait=False, **options)) for g in ("trainer", "inference")}
+    programs = {g: program(bed, Agent(bed, g, 0, 1, wait=False, **options)) for g in ("trainer", "inference")}
     pair(programs["trainer"], "inference")
     pair(programs["inference"], "trainer")
     for p in programs.values():
@@ -370,7 +370,7 @@ def without_rights(bed, closed_before):
     if os.geteuid() == 0:
         release, user = shared_with_nobody(bed), NOBODY
     agents_ = [Agent(bed, g, 0, 1, user=user, release=release) for g in ("trainer", "inference")]
-    trainer, inference = (guest(bed, a, user=user, release=release) for a in agents_)
+    trainer, inference = (program(bed, a, user=user, release=release) for a in agents_)
     pair(trainer, "inference")
     pair(inference, "trainer")
     trainer.answer().ok()
@@ -408,7 +408,7 @@ def stores_that_die(bed):
     url = f"unix:{bed.folder}/here/store"
     store = Store(bed, url)
     agent = Agent(bed, "inference", 0, 1, store=url)
-    p = guest(bed, agent)
+    p = program(bed, agent)
     os.rename(f"{bed.folder}/here", f"{bed.folder}/away")
     store.kill()
     until(lambda: not report(bed, agent)["store"]["connected"], "the store is not lost")

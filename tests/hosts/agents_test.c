@@ -7,7 +7,7 @@
  * everybody is told whom that was, and the engine keeps the version that it had. Then it comes back, and all goes on.
  */
 #include "tests/hosts/agents.h"
-#include "tests/support/guest.h"
+#include "tests/support/program.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -45,8 +45,8 @@ static int host_of(int seat) {
 
 typedef struct client {
     int seat;
-    guest *agent;
-    guest_batch *batch[NKINDS];
+    program *agent;
+    program_batch *batch[NKINDS];
     float *data[NKINDS];
     int version[NKINDS]; /* what the tensors hold: the step that it came by */
 } client;
@@ -83,25 +83,25 @@ static tb_status connect_agent(client *c) {
     char path[64];
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
     path_of(c->seat, path);
-    return guest_connect(path, &opts, &c->agent);
+    return program_connect(path, &opts, &c->agent);
 }
 
 static tb_status open_kind(client *c, int kind) {
     tb_batch_opts opts = {
         .size = sizeof opts, .bucket_size = 1 << 20, .commit = kind == SHADOW ? TB_SHADOW : TB_IN_PLACE};
     tb_tensor w = {.size = sizeof w, .data = c->data[kind], .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
-    tb_status status = guest_pair(c->agent, kinds[kind], is_trainer(c->seat) ? "engine" : "trainer",
-                                  is_trainer(c->seat) ? "mesh=2 place=S0" : "mesh=2,2 place=R,S1", JOIN_MS);
+    tb_status status = program_pair(c->agent, kinds[kind], is_trainer(c->seat) ? "engine" : "trainer",
+                                    is_trainer(c->seat) ? "mesh=2 place=S0" : "mesh=2,2 place=R,S1", JOIN_MS);
     if (status == TB_OK)
-        status = guest_batch_create(c->agent, kinds[kind], &opts, &c->batch[kind]);
+        status = program_batch_create(c->agent, kinds[kind], &opts, &c->batch[kind]);
     if (status == TB_OK)
-        status = guest_add(c->batch[kind], kinds[kind], "w", &w);
-    return status == TB_OK ? guest_register(c->batch[kind], JOIN_MS) : status;
+        status = program_add(c->batch[kind], kinds[kind], "w", &w);
+    return status == TB_OK ? program_register(c->batch[kind], JOIN_MS) : status;
 }
 
 static void drop_batches(client *c) {
     for (int kind = 0; kind < NKINDS; kind++) {
-        guest_batch_destroy(c->batch[kind]);
+        program_batch_destroy(c->batch[kind]);
         c->batch[kind] = NULL;
     }
 }
@@ -120,7 +120,7 @@ static tb_status reopen(client *c) {
     do {
         drop_batches(c);
         if (c->seat == VICTIM) {
-            guest_close(c->agent);
+            program_close(c->agent);
             c->agent = NULL;
         }
         status = open_all(c);
@@ -131,14 +131,14 @@ static tb_status reopen(client *c) {
 static tb_status move(client *c, int kind) {
     bool is_send = is_trainer(c->seat);
     int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS;
-    guest_transfer_opts opts = {.timeout_ms = DEADLINE_MS, .no_wait = true};
-    guest_status now = {0};
-    tb_status status = guest_transfer(c->batch[kind], is_send, &opts);
+    program_transfer_opts opts = {.timeout_ms = DEADLINE_MS, .no_wait = true};
+    program_status now = {0};
+    tb_status status = program_transfer(c->batch[kind], is_send, &opts);
     while (status == TB_OK) {
-        status = guest_wait(c->batch[kind], is_send, TB_COMMITTED, LOOK_MS);
+        status = program_wait(c->batch[kind], is_send, TB_COMMITTED, LOOK_MS);
         if (status != TB_TIMEOUT || tb__now_ms() > deadline_ms)
             break;
-        status = guest_query(c->batch[kind], &now);
+        status = program_query(c->batch[kind], &now);
         if (status == TB_OK && now.bytes_done > 0)
             atomic_store(&shared->seat[c->seat].moves, true);
     }
@@ -189,7 +189,7 @@ static _Noreturn void be_client(int seat) {
         atomic_store(&shared->seat[seat].done, step + 1);
     }
     drop_batches(&c);
-    guest_close(c.agent);
+    program_close(c.agent);
     for (int kind = 0; kind < NKINDS; kind++)
         (seat % 2 ? free : tb_free)(c.data[kind]);
     exit(0);

@@ -55,10 +55,10 @@ static uint64_t post_register(raw *c, const void *at) {
     return seq;
 }
 
-static guest_batch *new_batch(guest *c, const char *name, uint32_t *data) {
-    guest_batch *b = NULL;
-    check_ok(guest_batch_create(c, name, NULL, &b));
-    check_ok(guest_add(b, "p", "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = data, .dtype = TB_U32}));
+static program_batch *new_batch(program *c, const char *name, uint32_t *data) {
+    program_batch *b = NULL;
+    check_ok(program_batch_create(c, name, NULL, &b));
+    check_ok(program_add(b, "p", "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = data, .dtype = TB_U32}));
     return b;
 }
 
@@ -67,21 +67,21 @@ static guest_batch *new_batch(guest *c, const char *name, uint32_t *data) {
 static void test_nobody_there(void **state) {
     (void)state;
     char folder[] = "/tmp/tb-agent-XXXXXX", path[64], longer[200];
-    guest *c = NULL;
+    program *c = NULL;
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
     check(mkdtemp(folder));
     snprintf(path, sizeof path, "%s/s", folder);
     memset(longer, 'x', sizeof longer - 1);
     longer[sizeof longer - 1] = '\0';
-    check_fails(guest_connect(longer, NULL, &c), TB_INVALID, "too long");
+    check_fails(program_connect(longer, NULL, &c), TB_INVALID, "too long");
     tb__link *link = NULL;
     tb__link_opts at_once = {.timeout_ms = PATIENCE_MS};
     check_fails(tb__link_open(path, &at_once, &link), TB_IO, "there is no socket");
-    check_fails(guest_connect(path, &opts, &c), TB_IO, "there is no socket");
-    check_fails(guest_connect("", NULL, &c), TB_INVALID, "is empty");
-    check_fails(guest_connect(folder, NULL, &c), TB_INVALID, "is a folder");
-    check_fails(guest_connect("/dev/null", NULL, &c), TB_INVALID, "is a file");
-    check_fails(guest_connect(path, &(tb_world_opts){.size = sizeof opts, .timeout_ms = -1}, &c), TB_INVALID,
+    check_fails(program_connect(path, &opts, &c), TB_IO, "there is no socket");
+    check_fails(program_connect("", NULL, &c), TB_INVALID, "is empty");
+    check_fails(program_connect(folder, NULL, &c), TB_INVALID, "is a folder");
+    check_fails(program_connect("/dev/null", NULL, &c), TB_INVALID, "is a file");
+    check_fails(program_connect(path, &(tb_world_opts){.size = sizeof opts, .timeout_ms = -1}, &c), TB_INVALID,
                 "can't be negative");
 
     struct sockaddr_un name = {.sun_family = AF_UNIX};
@@ -90,12 +90,12 @@ static void test_nobody_there(void **state) {
     check(fd >= 0 && bind(fd, (const struct sockaddr *)&name, sizeof name) == 0);
     check_fails(tb__link_open(path, &at_once, &link), TB_IO, "nobody listens");
     int64_t begun_ms = tb__now_ms();
-    check_fails(guest_connect(path, &opts, &c), TB_IO, "nobody listens");
+    check_fails(program_connect(path, &opts, &c), TB_IO, "nobody listens");
     check(tb__now_ms() - begun_ms >= SOON_MS);
     check(listen(fd, 0) == 0);
     begun_ms = tb__now_ms();
-    check_fails(guest_connect(path, &opts, &c), TB_TIMEOUT, "has not answered the hello");
-    check_fails(guest_connect(path, &opts, &c), TB_TIMEOUT, "it does not accept connections");
+    check_fails(program_connect(path, &opts, &c), TB_TIMEOUT, "has not answered the hello");
+    check_fails(program_connect(path, &opts, &c), TB_TIMEOUT, "it does not accept connections");
     check(tb__now_ms() - begun_ms >= 2 * SOON_MS);
     close(fd);
     unlink(path);
@@ -103,13 +103,13 @@ static void test_nobody_there(void **state) {
 }
 
 static void strangers(rank *r) {
-    guest *c = NULL;
+    program *c = NULL;
     tb_world_opts opts = {.size = sizeof opts, .token = "wrong"};
     const char *path = seat_of(r)->path;
-    check_fails(guest_connect(path, &opts, &c), TB_DENIED, "the token is wrong");
+    check_fails(program_connect(path, &opts, &c), TB_DENIED, "the token is wrong");
     opts.token = "open sesame, open sesame, open sesame!";
-    check_fails(guest_connect(path, &opts, &c), TB_DENIED, "the token is wrong");
-    check_fails(guest_connect(path, NULL, &c), TB_DENIED, "the token is wrong");
+    check_fails(program_connect(path, &opts, &c), TB_DENIED, "the token is wrong");
+    check_fails(program_connect(path, NULL, &c), TB_DENIED, "the token is wrong");
 
     raw stranger;
     raw_open(&stranger, path);
@@ -127,20 +127,20 @@ static void strangers(rank *r) {
     raw_close(&stranger);
 
     c = open_client(r);
-    guest_close(c);
+    program_close(c);
 }
 
 static void test_strangers(void **state) {
     (void)state;
-    house h = {.token = "open sesame, open sesame, open sesame"};
-    run_house(&h, strangers, 1, 0);
+    agent_scene h = {.token = "open sesame, open sesame, open sesame"};
+    run_agent_scene(&h, strangers, 1, 0);
 }
 
 /* ---- Pairs ----------------------------------------------------------------------------------------------------- */
 
 /* Each has his own time for a pair, whoever asked first. */
 static void patience(rank *r) {
-    guest *c = open_client(r);
+    program *c = open_client(r);
     tb__message reply, short_one = pair_command(r, &replicated, SOON_MS), long_one = pair_command(r, &replicated, 0);
     if (is_a(r)) {
         raw first, second;
@@ -149,8 +149,8 @@ static void patience(rank *r) {
         raw_post(&first, &short_one);
         raw_post(&second, &long_one);
         check(raw_reply(&first, &reply) && reply.status == TB_TIMEOUT);
-        check_fails(guest_pair(c, "p", "b", "mesh=1 place=R", SOON_MS), TB_TIMEOUT, "b 0 is missing");
-        check_fails(guest_pair(c, "p", "b", "mesh=1 place=S0", SOON_MS), TB_CONFLICT, "already");
+        check_fails(program_pair(c, "p", "b", "mesh=1 place=R", SOON_MS), TB_TIMEOUT, "b 0 is missing");
+        check_fails(program_pair(c, "p", "b", "mesh=1 place=S0", SOON_MS), TB_CONFLICT, "already");
         meet(r);
         check(raw_reply(&second, &reply) && reply.status == TB_OK);
         meet(r); /* a pair that all its clients leave is not seen by who looks later */
@@ -158,11 +158,11 @@ static void patience(rank *r) {
         raw_close(&second);
     } else {
         meet(r);
-        check_ok(guest_pair(c, "p", "a", "mesh=1 place=R", 0));
+        check_ok(program_pair(c, "p", "a", "mesh=1 place=R", 0));
         meet(r);
     }
     meet(r);
-    guest_close(c);
+    program_close(c);
 }
 
 static void test_patience(void **state) {
@@ -181,12 +181,12 @@ static void leave_early(rank *r) {
         raw_post(&gone, &other);
         raw_close(&gone);
     }
-    guest *c = open_client(r);
-    while (is_a(r) && guest_pair(c, "p", "b", "mesh=1 place=R", SOON_MS) == TB_CONFLICT &&
+    program *c = open_client(r);
+    while (is_a(r) && program_pair(c, "p", "b", "mesh=1 place=R", SOON_MS) == TB_CONFLICT &&
            tb__now_ms() < begun_ms + PATIENCE_MS / 2)
         usleep(1000); /* until the agent has seen it go; then it waits for b */
     meet(r);
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     if (is_a(r)) {
         tb__message mine = pair_command(r, &replicated, 0);
         raw_greet(&gone, seat_of(r)->path);
@@ -196,17 +196,17 @@ static void leave_early(rank *r) {
         check(strcmp(raw_call(&gone, &query).state, "registering") == 0);
         raw_close(&gone);
     }
-    guest_batch *b = new_batch(c, "step", &number);
-    while (is_a(r) && guest_register(b, SOON_MS) == TB_CONFLICT && tb__now_ms() < begun_ms + PATIENCE_MS / 2)
+    program_batch *b = new_batch(c, "step", &number);
+    while (is_a(r) && program_register(b, SOON_MS) == TB_CONFLICT && tb__now_ms() < begun_ms + PATIENCE_MS / 2)
         usleep(1000); /* until the agent has seen it go; then it waits for b */
     meet(r);
-    check_ok(guest_register(b, 0));
-    check_ok(guest_transfer(b, is_a(r), NULL));
+    check_ok(program_register(b, 0));
+    check_ok(program_transfer(b, is_a(r), NULL));
     check(number == 5);
     check(tb__now_ms() - begun_ms < PATIENCE_MS); /* nobody's deadline has passed */
     meet(r);
-    guest_batch_destroy(b);
-    guest_close(c);
+    program_batch_destroy(b);
+    program_close(c);
 }
 
 static void test_leave_early(void **state) {
@@ -219,38 +219,38 @@ static void come_back(rank *r) {
     uint32_t number = is_a(r) ? 5 : 0;
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb_tensor t = {.size = sizeof t, .data = &number, .dtype = TB_U32, .ndim = 1, .shape = {1}};
-    guest *c = open_client(r);
-    guest_batch *b = NULL;
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    program *c = open_client(r);
+    program_batch *b = NULL;
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     meet(r);
     if (is_a(r)) {
-        guest_close(c);
+        program_close(c);
         c = open_client(r);
         tb_status made;
-        while ((made = guest_pair(c, "p", "b", "mesh=1 place=S0", 0)) == TB_CONFLICT && tb__now_ms() < deadline_ms)
+        while ((made = program_pair(c, "p", "b", "mesh=1 place=S0", 0)) == TB_CONFLICT && tb__now_ms() < deadline_ms)
             usleep(1000); /* until the agent has seen the first one go */
         check_ok(made);
     }
     meet(r);
-    check_ok(guest_batch_create(c, "step", NULL, &b));
-    check_ok(guest_add(b, "p", "w", &t));
-    check_fails(guest_register(b, 0), TB_CONFLICT, "it has to be made again");
+    check_ok(program_batch_create(c, "step", NULL, &b));
+    check_ok(program_add(b, "p", "w", &t));
+    check_fails(program_register(b, 0), TB_CONFLICT, "it has to be made again");
     tb_status status = TB_CONFLICT;
     while (status == TB_CONFLICT && tb__now_ms() < deadline_ms) { /* until b's agent has heard of the new layout */
         meet(r);
-        check_ok(guest_pair(c, "p", other_group(r), is_a(r) ? "mesh=1 place=S0" : "mesh=1 place=R", 0));
-        guest_batch_destroy(b); /* it has the old one */
-        check_ok(guest_batch_create(c, "step", NULL, &b));
-        check_ok(guest_add(b, "p", "w", &t));
+        check_ok(program_pair(c, "p", other_group(r), is_a(r) ? "mesh=1 place=S0" : "mesh=1 place=R", 0));
+        program_batch_destroy(b); /* it has the old one */
+        check_ok(program_batch_create(c, "step", NULL, &b));
+        check_ok(program_add(b, "p", "w", &t));
         meet(r);
-        status = guest_register(b, 0);
+        status = program_register(b, 0);
     }
     check_ok(status);
-    check_ok(guest_transfer(b, is_a(r), NULL));
+    check_ok(program_transfer(b, is_a(r), NULL));
     check(number == 5);
     meet(r);
-    guest_batch_destroy(b);
-    guest_close(c);
+    program_batch_destroy(b);
+    program_close(c);
 }
 
 static void test_come_back(void **state) {
@@ -300,40 +300,40 @@ static void test_clean_up_early(void **state) {
 static void bad_calls(rank *r) {
     uint32_t *page = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), number = 7, pairs[3] = {0};
     check(page != MAP_FAILED);
-    guest *c = open_client(r);
-    guest_batch *b = NULL;
-    check_ok(guest_batch_create(c, "step", NULL, &b));
+    program *c = open_client(r);
+    program_batch *b = NULL;
+    check_ok(program_batch_create(c, "step", NULL, &b));
     tb_tensor t = {.size = sizeof t, .data = &number, .dtype = TB_U32};
-    check_fails(guest_register(b, 0), TB_INVALID, "has no tensors");
-    check_fails(guest_pair(c, "p", other_group(r), "mesh=1", 0), TB_INVALID, "");
-    check_fails(guest_pair(c, "p", other_group(r), "mesh=2 place=R", 0), TB_INVALID, "rank 1");
-    check_fails(guest_pair(c, "p", r->group, "mesh=1 place=R", 0), TB_INVALID, "two groups");
-    check_fails(guest_pair(c, is_a(r) ? "lonely a" : "lonely b", "nobody", "mesh=1 place=R", SOON_MS), TB_TIMEOUT,
+    check_fails(program_register(b, 0), TB_INVALID, "has no tensors");
+    check_fails(program_pair(c, "p", other_group(r), "mesh=1", 0), TB_INVALID, "");
+    check_fails(program_pair(c, "p", other_group(r), "mesh=2 place=R", 0), TB_INVALID, "rank 1");
+    check_fails(program_pair(c, "p", r->group, "mesh=1 place=R", 0), TB_INVALID, "two groups");
+    check_fails(program_pair(c, is_a(r) ? "lonely a" : "lonely b", "nobody", "mesh=1 place=R", SOON_MS), TB_TIMEOUT,
                 "nobody");
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     t.memory = "cuda";
-    check_fails(guest_add(b, "p", "w", &t), TB_REFUSED, "said to be on device 'cuda', but is on device 'host'");
+    check_fails(program_add(b, "p", "w", &t), TB_REFUSED, "said to be on device 'cuda', but is on device 'host'");
     t.memory = "host";
     t.ndim = TB_MAX_DIMS + 1;
-    check_fails(guest_add(b, "p", "w", &t), TB_INVALID, "dimensions");
+    check_fails(program_add(b, "p", "w", &t), TB_INVALID, "dimensions");
     t = (tb_tensor){.size = sizeof(tb_tensor), .dtype = TB_U32};
-    check_fails(guest_add(b, "p", "w", &t), TB_INVALID, "its data is NULL");
+    check_fails(program_add(b, "p", "w", &t), TB_INVALID, "its data is NULL");
     t = (tb_tensor){.size = sizeof(tb_tensor),
                     .data = &number,
                     .dtype = TB_U32,
                     .ndim = 2,
                     .shape = {INT64_C(1) << 40, INT64_C(1) << 40}};
-    check_fails(guest_add(b, "p", "w", &t), TB_TOO_BIG, "w");
+    check_fails(program_add(b, "p", "w", &t), TB_TOO_BIG, "w");
     t.encode = "mxfp8";
-    check(guest_add(b, "p", "w", &t) != TB_OK);
-    check_fails(guest_transfer(b, true, NULL), TB_INVALID, "has no tensors");
-    check_fails(guest_remove_pair(b, "p"), TB_INVALID, "pair 'p' is not in batch 'step'");
-    guest_transfer_opts negative = {.timeout_ms = -5, .no_wait = true};
-    check_fails(guest_transfer(b, true, &negative), TB_INVALID, "timeout_ms can't be negative");
-    guest_batch_destroy(b);
+    check(program_add(b, "p", "w", &t) != TB_OK);
+    check_fails(program_transfer(b, true, NULL), TB_INVALID, "has no tensors");
+    check_fails(program_remove_pair(b, "p"), TB_INVALID, "pair 'p' is not in batch 'step'");
+    program_transfer_opts negative = {.timeout_ms = -5, .no_wait = true};
+    check_fails(program_transfer(b, true, &negative), TB_INVALID, "timeout_ms can't be negative");
+    program_batch_destroy(b);
     tb_transform transform = {.size = sizeof transform};
     tb_batch_opts opts = {.size = sizeof opts, .transform = &transform};
-    check_fails(guest_batch_create(c, "step", &opts, &b), TB_REFUSED, "transform");
+    check_fails(program_batch_create(c, "step", &opts, &b), TB_REFUSED, "transform");
 
     /* Memory that is not there, memory in two tensors, and a tensor in two pieces of one that overlap. */
     raw other;
@@ -344,27 +344,27 @@ static void bad_calls(rank *r) {
     check(raw_reply(&other, &reply) && reply.status == TB_INVALID && strstr(reply.message, "run past"));
     check(strncmp(reply.message, "tensor 'w': ", 12) == 0); /* also where the sentence has its letters */
     raw_close(&other);
-    check_ok(guest_batch_create(c, "step", NULL, &b));
+    check_ok(program_batch_create(c, "step", NULL, &b));
     t = (tb_tensor){.size = sizeof(tb_tensor), .data = pairs, .dtype = TB_U32, .ndim = 1, .shape = {2}};
-    check_ok(guest_add(b, "p", "one", &t));
+    check_ok(program_add(b, "p", "one", &t));
     t.data = pairs + 1;
-    check_ok(guest_add(b, "p", "two", &t));
-    check_fails(guest_register(b, 0), TB_REFUSED, "overlap");
-    guest_batch_destroy(b);
+    check_ok(program_add(b, "p", "two", &t));
+    check_fails(program_register(b, 0), TB_REFUSED, "overlap");
+    program_batch_destroy(b);
 
     /* Memory that may be read, but not written. */
     b = new_batch(c, "step", is_a(r) ? &number : page);
-    check_ok(guest_register(b, 0));
-    check_ok(guest_register(b, 0));
+    check_ok(program_register(b, 0));
+    check_ok(program_register(b, 0));
     t.data = &number;
-    check_fails(guest_add(b, "p", "more", &t), TB_REFUSED, "has been registered");
+    check_fails(program_add(b, "p", "more", &t), TB_REFUSED, "has been registered");
     if (is_a(r))
-        (void)guest_transfer(b, true, NULL); /* whether it hears of it in time is not said */
+        (void)program_transfer(b, true, NULL); /* whether it hears of it in time is not said */
     else
-        check_fails(guest_transfer(b, false, NULL), TB_IO, "can't be written");
+        check_fails(program_transfer(b, false, NULL), TB_IO, "can't be written");
     meet(r);
-    guest_batch_destroy(b);
-    guest_close(c);
+    program_batch_destroy(b);
+    program_close(c);
     munmap(page, 4096);
 }
 
@@ -377,24 +377,24 @@ static void test_bad_calls(void **state) {
 static void receiver_goes(rank *r) {
     uint32_t number = 1;
     int64_t begun_ms = tb__now_ms();
-    guest *c = open_client(r);
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
-    guest_batch *b = new_batch(c, "step", &number);
-    check_ok(guest_register(b, 0));
+    program *c = open_client(r);
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    program_batch *b = new_batch(c, "step", &number);
+    check_ok(program_register(b, 0));
     meet(r);
     if (is_a(r)) {
-        check(guest_transfer(b, true, NULL) != TB_OK);
+        check(program_transfer(b, true, NULL) != TB_OK);
         check(tb__now_ms() - begun_ms < PATIENCE_MS);
     } else {
-        guest_close(c);
+        program_close(c);
     }
-    guest_batch_destroy(b);
+    program_batch_destroy(b);
     if (!is_a(r)) { /* a new one, to the same agent */
         c = open_client(r);
-        check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+        check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     }
     meet(r);
-    guest_close(c);
+    program_close(c);
 }
 
 static void test_receiver_goes(void **state) {
@@ -405,32 +405,32 @@ static void test_receiver_goes(void **state) {
 /* ---- The agent's end ------------------------------------------------------------------------------------------- */
 
 static void agent_goes(rank *r) {
-    house *h = (house *)r->scene;
+    agent_scene *h = (agent_scene *)r->scene;
     uint32_t number = 1;
-    guest *c = open_client(r);
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
-    guest_batch *b = new_batch(c, "step", &number), *unused = new_batch(c, "unused", &number);
-    check_ok(guest_register(b, 0));
+    program *c = open_client(r);
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    program_batch *b = new_batch(c, "step", &number), *unused = new_batch(c, "unused", &number);
+    check_ok(program_register(b, 0));
     meet(r);
     if (is_a(r))
         seat_close(h, 0);
     else
-        check(guest_transfer(b, false, NULL) != TB_OK); /* from an agent that goes */
+        check(program_transfer(b, false, NULL) != TB_OK); /* from an agent that goes */
     meet(r);
     if (is_a(r)) {
         tb_batch_state state = {.size = sizeof state};
         tb__link *link = NULL;
-        check_fails(guest_transfer(b, true, NULL), TB_LOST, "is gone");
+        check_fails(program_transfer(b, true, NULL), TB_LOST, "is gone");
         check_ok(tb_batch_query(b->batch, &state)); /* what is known */
         check(state.version == 0 && !state.is_torn);
-        check_fails(guest_register(unused, 0), TB_LOST, "is gone");
-        check_fails(guest_pair(c, "q", "b", "mesh=1 place=R", 0), TB_LOST, "is gone");
+        check_fails(program_register(unused, 0), TB_LOST, "is gone");
+        check_fails(program_pair(c, "q", "b", "mesh=1 place=R", 0), TB_LOST, "is gone");
         check_fails(tb__link_open(seat_of(r)->path, &(tb__link_opts){.timeout_ms = PATIENCE_MS}, &link), TB_IO,
                     "there is no socket");
     }
-    guest_batch_destroy(unused);
-    guest_close(c);
-    guest_batch_destroy(b);
+    program_batch_destroy(unused);
+    program_close(c);
+    program_batch_destroy(b);
 }
 
 static void test_agent_goes(void **state) {

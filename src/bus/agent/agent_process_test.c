@@ -12,10 +12,10 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-static guest *open_client(const agent_process *a) {
-    guest *c = NULL;
+static program *open_client(const agent_process *a) {
+    program *c = NULL;
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
-    assert_ok(guest_connect(a->path, &opts, &c));
+    assert_ok(program_connect(a->path, &opts, &c));
     return c;
 }
 
@@ -28,8 +28,8 @@ static void stop_agent(const agent_process *a) {
 /* ---- A program for both agents, whose calls wait for each other ------------------------------------------------ */
 
 typedef struct call {
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     enum { INIT, REGISTER, TRANSFER } what;
     int side;
     tb_status status;
@@ -41,11 +41,11 @@ typedef struct call {
 static void *call_main(void *arg) {
     call *c = arg;
     if (c->what == INIT)
-        c->status = guest_pair(c->client, "p", two_groups[!c->side], "mesh=1 place=R", 0);
+        c->status = program_pair(c->client, "p", two_groups[!c->side], "mesh=1 place=R", 0);
     else if (c->what == REGISTER)
-        c->status = guest_register(c->batch, 0);
+        c->status = program_register(c->batch, 0);
     else
-        c->status = guest_transfer(c->batch, c->side == 0, NULL);
+        c->status = program_transfer(c->batch, c->side == 0, NULL);
     c->ended_ms = tb__now_ms();
     if (c->status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
@@ -79,16 +79,16 @@ static void move_in(const two_agents *s, call calls[2], void *const data[2], int
     call_both(calls, INIT);
     for (int i = 0; i < 2; i++) {
         tb_tensor t = {.size = sizeof t, .data = data[i], .dtype = TB_U8, .ndim = 1, .shape = {count}};
-        assert_ok(guest_batch_create(calls[i].client, "step", NULL, &calls[i].batch));
-        assert_ok(guest_add(calls[i].batch, "p", "w", &t));
+        assert_ok(program_batch_create(calls[i].client, "step", NULL, &calls[i].batch));
+        assert_ok(program_add(calls[i].batch, "p", "w", &t));
     }
     call_both(calls, REGISTER);
 }
 
 static void move_out(call calls[2]) {
     for (int i = 0; i < 2; i++) {
-        guest_batch_destroy(calls[i].batch);
-        guest_close(calls[i].client);
+        program_batch_destroy(calls[i].batch);
+        program_close(calls[i].client);
     }
 }
 
@@ -183,18 +183,18 @@ static void test_other_user(void **state) {
         pid_t pid = fork();
         assert_true(pid >= 0);
         if (pid == 0) {
-            guest *c = NULL;
+            program *c = NULL;
             tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
             if (setgroups(0, NULL) != 0 || setgid(65534) != 0 || setuid(65534) != 0)
                 _exit(9);
-            tb_status status = guest_connect(s->agents[0].path, &opts, &c);
+            tb_status status = program_connect(s->agents[0].path, &opts, &c);
             bool is_right =
                 status == TB_DENIED && strstr(tb_error_detail(), is_open ? "user 65534 may not" : "another user's");
             _exit(is_right ? 0 : 1);
         }
         assert_int_equal(end_of(pid), 0);
     }
-    guest_close(open_client(&s->agents[0]));
+    program_close(open_client(&s->agents[0]));
 }
 
 /* ---- Stopped --------------------------------------------------------------------------------------------------- */
@@ -202,28 +202,28 @@ static void test_other_user(void **state) {
 /* An agent that does not answer is told from one that is not there, and a batch that it may have is given up later. */
 static void test_silent(void **state) {
     const two_agents *s = *state;
-    guest *c = open_client(&s->agents[0]), *other = NULL;
+    program *c = open_client(&s->agents[0]), *other = NULL;
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = 300};
     stop_agent(&s->agents[0]);
     int64_t begun_ms = tb__now_ms();
-    assert_fails(guest_connect(s->agents[0].path, &opts, &other), TB_TIMEOUT, "is silent");
+    assert_fails(program_connect(s->agents[0].path, &opts, &other), TB_TIMEOUT, "is silent");
     assert_true(tb__now_ms() - begun_ms >= 300);
     assert_int_equal(kill(s->agents[0].pid, SIGCONT), 0);
-    assert_ok(guest_connect(s->agents[0].path, NULL, &other));
-    guest_close(other);
-    guest_close(c);
+    assert_ok(program_connect(s->agents[0].path, NULL, &other));
+    program_close(other);
+    program_close(c);
 }
 
 /* The first agent sends what nobody receives, and is told to stop; it has begun to when it tells its other client so.
  * Returns when it was told. */
-static int64_t begin_to_stop(const two_agents *s, call calls[2], guest *other) {
+static int64_t begin_to_stop(const two_agents *s, call calls[2], program *other) {
     static uint8_t data[2][64];
-    guest_transfer_opts opts = {.timeout_ms = PATIENCE_MS, .no_wait = true};
+    program_transfer_opts opts = {.timeout_ms = PATIENCE_MS, .no_wait = true};
     move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
-    assert_ok(guest_transfer(calls[0].batch, true, &opts));
+    assert_ok(program_transfer(calls[0].batch, true, &opts));
     int64_t begun_ms = tb__now_ms();
     assert_int_equal(kill(s->agents[0].pid, SIGTERM), 0);
-    while (guest_pair(other, "q", two_groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
+    while (program_pair(other, "q", two_groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
         assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     assert_non_null(strstr(tb_error_detail(), "the agent is stopping"));
     return begun_ms;
@@ -233,16 +233,16 @@ static int64_t begin_to_stop(const two_agents *s, call calls[2], guest *other) {
 static void test_stopped_twice(void **state) {
     two_agents *s = *state;
     call calls[2] = {{0}};
-    guest *other = open_client(&s->agents[0]);
-    guest_status status = {0};
+    program *other = open_client(&s->agents[0]);
+    program_status status = {0};
     int64_t begun_ms = begin_to_stop(s, calls, other);
-    assert_ok(guest_query(calls[0].batch, &status));
+    assert_ok(program_query(calls[0].batch, &status));
     assert_string_equal(status.state, "sending");
-    assert_fails(guest_wait(calls[0].batch, true, TB_COMMITTED, 20), TB_TIMEOUT, "after 20 ms");
+    assert_fails(program_wait(calls[0].batch, true, TB_COMMITTED, 20), TB_TIMEOUT, "after 20 ms");
     end_agent(&s->agents[0], SIGTERM);
     assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
-    assert_fails(guest_wait(calls[0].batch, true, TB_COMMITTED, -1), TB_LOST, "is gone");
-    guest_close(other);
+    assert_fails(program_wait(calls[0].batch, true, TB_COMMITTED, -1), TB_LOST, "is gone");
+    program_close(other);
     move_out(calls);
 }
 
@@ -250,12 +250,12 @@ static void test_stopped_twice(void **state) {
 static void test_stopped_and_cleaned(void **state) {
     two_agents *s = *state;
     call calls[2] = {{0}};
-    guest *other = open_client(&s->agents[0]);
+    program *other = open_client(&s->agents[0]);
     int64_t begun_ms = begin_to_stop(s, calls, other);
-    assert_ok(guest_cleanup(calls[0].batch));
+    assert_ok(program_cleanup(calls[0].batch));
     end_agent(&s->agents[0], 0);
     assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
-    guest_close(other);
+    program_close(other);
     move_out(calls);
 }
 
@@ -365,7 +365,7 @@ static void test_no_files(void **state) {
     enum { ROOM = 12 };
     pid_t pid = s->agents[0].pid;
     struct rlimit before, few;
-    guest *clients[ROOM] = {0}, *c = NULL;
+    program *clients[ROOM] = {0}, *c = NULL;
     int fds[ROOM], nclients = 0;
     char words[128];
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
@@ -373,7 +373,7 @@ static void test_no_files(void **state) {
     few = (struct rlimit){(rlim_t)count_files(pid) + ROOM, before.rlim_max};
     assert_int_equal(prlimit(pid, RLIMIT_NOFILE, &few, NULL), 0);
     tb_status status = TB_OK;
-    while (nclients < ROOM && (status = guest_connect(s->agents[0].path, &opts, &clients[nclients])) == TB_OK)
+    while (nclients < ROOM && (status = program_connect(s->agents[0].path, &opts, &clients[nclients])) == TB_OK)
         nclients++;
     snprintf(words, sizeof words, "process %d is out of file descriptors, its RLIMIT_NOFILE is %d", (int)pid,
              (int)few.rlim_cur);
@@ -386,12 +386,12 @@ static void test_no_files(void **state) {
     for (int i = 0; i < ROOM; i++)
         close(fds[i]);
     for (int i = 0; i < nclients; i++)
-        guest_close(clients[i]);
+        program_close(clients[i]);
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS; /* it hears of those who went later than of those who come */
-    while ((status = guest_connect(s->agents[0].path, &opts, &c)) == TB_IO && tb__now_ms() < deadline_ms)
+    while ((status = program_connect(s->agents[0].path, &opts, &c)) == TB_IO && tb__now_ms() < deadline_ms)
         usleep(1000);
     assert_ok(status);
-    guest_close(c);
+    program_close(c);
     assert_int_equal(prlimit(pid, RLIMIT_NOFILE, &before, NULL), 0);
 }
 
@@ -412,9 +412,9 @@ static void test_agent_dies(void **state) {
             move_in(s, calls, data, 4096);
             if (what == REGISTER) {
                 tb_tensor t = {.size = sizeof t, .data = data[1], .dtype = TB_U8, .ndim = 1, .shape = {4096}};
-                guest_batch_destroy(calls[1].batch);
-                assert_ok(guest_batch_create(calls[1].client, "step", NULL, &calls[1].batch));
-                assert_ok(guest_add(calls[1].batch, "p", "w", &t));
+                program_batch_destroy(calls[1].batch);
+                assert_ok(program_batch_create(calls[1].client, "step", NULL, &calls[1].batch));
+                assert_ok(program_add(calls[1].batch, "p", "w", &t));
             }
         }
         /* b waits for what a does not do; its own agent dies. */
@@ -433,9 +433,9 @@ static void test_agent_dies(void **state) {
             assert_true(calls[0].status != TB_OK);
             assert_true(calls[0].ended_ms - killed_ms < NOTICE_MS);
         }
-        guest_batch_destroy(calls[1].batch);
-        guest_close(calls[1].client);
-        guest_batch_destroy(calls[0].batch);
+        program_batch_destroy(calls[1].batch);
+        program_close(calls[1].client);
+        program_batch_destroy(calls[0].batch);
         begin_agent(&s->agents[1], s->folder, "b", 0, 1, "30");
         await_agent(&s->agents[1]);
         /* a's client is the one it was. */

@@ -155,8 +155,8 @@ static void strain(rank *r) {
     }
     free(frame.item);
     check(sent < (size_t)256 << 20); /* the agent has stopped to read */
-    guest *other = open_client(r);
-    guest_close(other);
+    program *other = open_client(r);
+    program_close(other);
     raw_close(&c);
     expect_files(before);
 }

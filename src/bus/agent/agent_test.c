@@ -12,15 +12,15 @@ static void both_ways(rank *r) {
     check(strcmp(s.client->group, r->group) == 0);
     for (uint32_t version = 1; version <= 4; version++)
         client_exchange(r, &s, version % 2 ? "a" : "b", version);
-    guest_status status = {0};
-    check_ok(guest_query(s.batch, &status));
+    program_status status = {0};
+    check_ok(program_query(s.batch, &status));
     check(strcmp(status.state, "idle") == 0 && !*status.error && status.version > 0 && !status.transfer_signal);
     meet(r);
     move_out(&s);
 }
 
 /* News of a seat that another rank has taken may come a moment later. */
-static void await_groups(const guest *c, const char *expected) {
+static void await_groups(const program *c, const char *expected) {
     bool is_same = false;
     for (int64_t until_ms = tb__now_ms() + PATIENCE_MS; !is_same && tb__now_ms() < until_ms;) {
         char *groups = NULL;
@@ -33,7 +33,7 @@ static void await_groups(const guest *c, const char *expected) {
 
 /* An agent lists the groups as the bus knows them: its own, the others, and one that is entered meanwhile. */
 static void list_groups(rank *r) {
-    guest *c = open_client(r);
+    program *c = open_client(r);
     char *groups = NULL;
     await_groups(c, "2 2 a\n1 1 b\n");
     meet(r);
@@ -43,10 +43,10 @@ static void list_groups(rank *r) {
     await_groups(c, "2 2 a\n1 1 b\n2 3 more\n");
     meet(r);
     if (!is_a(r)) {
-        seat_close((house *)r->scene, 2);
+        seat_close((agent_scene *)r->scene, 2);
         check_fails(tb_world_groups(c->world, 0, &groups), TB_LOST, "is gone");
     }
-    guest_close(c);
+    program_close(c);
 }
 
 static void test_list_groups(void **state) {
@@ -66,7 +66,7 @@ static tb_status transform_recv(void *arg, const tb_transform_piece *piece, cons
 
 /* What needs a process that is on the bus itself. */
 static void refusals(rank *r) {
-    guest *c = open_client(r);
+    program *c = open_client(r);
     tb_transform transform = {
         .size = sizeof transform, .prepare_send = transform_send, .finalize_recv = transform_recv};
     tb_batch_opts batch = {.size = sizeof batch, .transform = &transform};
@@ -84,7 +84,7 @@ static void refusals(rank *r) {
     check_ok(tb_batch_create(c->world, "b", NULL, &b));
     check_fails(tb_batch_ir(b, true, &ir), TB_REFUSED, "tb_batch_dump shows it");
     tb_batch_destroy(b);
-    guest_close(c);
+    program_close(c);
 }
 
 static void test_refusals(void **state) {
@@ -100,8 +100,8 @@ static void test_both_ways(void **state) {
 /* A part of the ranks holds all of the tensor; the others take part with nothing. */
 static void some_ranks(rank *r) {
     static const char *const layouts[2] = {"mesh=1 ranks=1 place=R", "mesh=2 ranks=2,0 place=S0"};
-    guest *c = open_client(r);
-    guest_batch *b = NULL;
+    program *c = open_client(r);
+    program_batch *b = NULL;
     uint32_t data[12];
     tb_layout *layout;
     tb_local local;
@@ -109,21 +109,21 @@ static void some_ranks(rank *r) {
     check_ok(tb_layout_parse(layouts[!is_a(r)], &layout));
     check_ok(tb_layout_local(layout, &shape, r->index, &local));
     int64_t count = local.shape.dim[0], first = count ? local.segments[0][0].start : 0;
-    check_ok(guest_pair(c, "p", other_group(r), layouts[!is_a(r)], 0));
-    check_ok(guest_batch_create(c, "step", NULL, &b));
+    check_ok(program_pair(c, "p", other_group(r), layouts[!is_a(r)], 0));
+    check_ok(program_batch_create(c, "step", NULL, &b));
     tb_tensor t = {.size = sizeof t, .data = count ? data : NULL, .dtype = TB_U32, .ndim = 1, .shape = {12}};
-    check_ok(guest_add(b, "p", "w", &t));
-    check_ok(guest_register(b, 0));
+    check_ok(program_add(b, "p", "w", &t));
+    check_ok(program_register(b, 0));
     for (int64_t i = 0; i < 12; i++)
         data[i] = is_a(r) ? (uint32_t)(1000 + i) : POISON;
-    check_ok(guest_transfer(b, is_a(r), NULL));
+    check_ok(program_transfer(b, is_a(r), NULL));
     for (int64_t i = 0; i < count && !is_a(r); i++)
         check(data[i] == (uint32_t)(1000 + first + i));
     for (int64_t i = count; i < 12 && !is_a(r); i++)
         check(data[i] == POISON);
     meet(r);
-    guest_batch_destroy(b);
-    guest_close(c);
+    program_batch_destroy(b);
+    program_close(c);
     tb_local_fini(&local);
     tb_layout_destroy(layout);
 }
@@ -160,8 +160,8 @@ static void put_memory(const hall *h, uint32_t *data) {
         free(data);
 }
 
-static void add(guest_batch *b, const char *name, const tb_tensor *t) {
-    check_ok(guest_add(b, "p", name, t));
+static void add(program_batch *b, const char *name, const tb_tensor *t) {
+    check_ok(program_add(b, "p", name, t));
 }
 
 /* Rows with gaps between them, rows from last to first, a slice of a larger tensor, columns before rows, and one that
@@ -177,10 +177,10 @@ static void shapes(rank *r, bool is_shared) {
     h.fused = get_memory(&h, n);
     h.ignored = get_memory(&h, n);
     h.transposed = get_memory(&h, nbig);
-    guest *c = open_client(r);
-    guest_batch *b = NULL;
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
-    check_ok(guest_batch_create(c, "step", &opts, &b));
+    program *c = open_client(r);
+    program_batch *b = NULL;
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    check_ok(program_batch_create(c, "step", &opts, &b));
     add(b, "grid",
         &(tb_tensor){.size = sizeof(tb_tensor),
                      .data = h.grid,
@@ -212,7 +212,7 @@ static void shapes(rank *r, bool is_shared) {
     if (!is_a(r))
         add(b, "mine.w",
             &(tb_tensor){.size = sizeof(tb_tensor), .data = h.ignored, .dtype = TB_U32, .ndim = 1, .shape = {4}});
-    check_ok(guest_register(b, 0));
+    check_ok(program_register(b, 0));
     for (uint32_t version = 1; version <= 2; version++) {
         for (size_t i = 0; i < n && is_a(r); i++) {
             h.grid[i] = version << 24 | (uint32_t)i;
@@ -221,7 +221,7 @@ static void shapes(rank *r, bool is_shared) {
         }
         for (size_t i = 0; i < nbig && is_a(r); i++)
             h.transposed[i] = version << 24 | (uint32_t)i;
-        check_ok(guest_transfer(b, is_a(r), NULL));
+        check_ok(program_transfer(b, is_a(r), NULL));
         for (size_t i = 0; i < n && !is_a(r); i++) {
             bool is_of_grid = i % PITCH < COLUMNS, is_of_back = i < ROWS * COLUMNS;
             bool is_of_middle = i / COLUMNS >= 2 && i / COLUMNS < 5;
@@ -234,8 +234,8 @@ static void shapes(rank *r, bool is_shared) {
             check(h.transposed[i] == (i % BIG < BIG - 1 ? version << 24 | (uint32_t)i : POISON));
         meet(r);
     }
-    guest_batch_destroy(b);
-    guest_close(c);
+    program_batch_destroy(b);
+    program_close(c);
     put_memory(&h, h.grid);
     put_memory(&h, h.back);
     put_memory(&h, h.fused);
@@ -265,35 +265,35 @@ static void neighbours(rank *r) {
     check(data);
     for (uint32_t i = 0; i < 2 * MANY; i++)
         data[i] = is_a(r) ? i : POISON;
-    guest *c = open_client(r);
-    guest_batch *b = NULL;
+    program *c = open_client(r);
+    program_batch *b = NULL;
     tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1, .shape = {MANY}, .strides = every_other};
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
-    check_ok(guest_batch_create(c, "step", NULL, &b));
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    check_ok(program_batch_create(c, "step", NULL, &b));
     add(b, "w", &t);
-    check_ok(guest_register(b, 0));
+    check_ok(program_register(b, 0));
     if (is_a(r)) {
         meet(r);
-        check_ok(guest_transfer(b, true, NULL));
+        check_ok(program_transfer(b, true, NULL));
     } else {
-        guest_transfer_opts opts = {.no_wait = true};
-        guest_status status = {0};
-        check_ok(guest_transfer(b, false, &opts));
+        program_transfer_opts opts = {.no_wait = true};
+        program_status status = {0};
+        check_ok(program_transfer(b, false, &opts));
         int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
         while (status.seconds == 0 && tb__now_ms() < deadline_ms) /* until the agent has read what there was */
-            check_ok(guest_query(b, &status));
+            check_ok(program_query(b, &status));
         for (uint32_t i = 0; i < MANY; i++)
             data[2 * i + 1] = i;
         meet(r);
         while (strcmp(status.state, "receiving") == 0 && tb__now_ms() < deadline_ms)
-            check_ok(guest_query(b, &status));
+            check_ok(program_query(b, &status));
         check(strcmp(status.state, "idle") == 0);
         for (uint32_t i = 0; i < MANY; i++)
             check(data[2 * i] == 2 * i && data[2 * i + 1] == i);
     }
     meet(r);
-    guest_batch_destroy(b);
-    guest_close(c);
+    program_batch_destroy(b);
+    program_close(c);
     free(data);
 }
 
@@ -317,10 +317,10 @@ static void quantised(rank *r) {
     check((more = malloc((size_t)HIGH * WIDE / 2)) != NULL);
     for (int i = 0; i < HIGH * WIDE; i++)
         numbers[i] = exact[i % 8];
-    guest *c = open_client(r);
-    guest_batch *b = NULL;
-    check_ok(guest_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
-    check_ok(guest_batch_create(c, "step", NULL, &b));
+    program *c = open_client(r);
+    program_batch *b = NULL;
+    check_ok(program_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    check_ok(program_batch_create(c, "step", NULL, &b));
     tb_tensor plain = {.size = sizeof plain, .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {HIGH, WIDE}};
     tb_tensor mx = plain, nv = plain;
     if (is_here) {
@@ -342,11 +342,11 @@ static void quantised(rank *r) {
                          .scale_group = "g"};
         tb_tensor lacking = nv;
         lacking.scale = NULL;
-        guest_batch *bad = NULL;
-        check_ok(guest_batch_create(c, "bad", NULL, &bad));
+        program_batch *bad = NULL;
+        check_ok(program_batch_create(c, "bad", NULL, &bad));
         add(bad, "nv", &lacking);
-        check_fails(guest_register(bad, 0), TB_INVALID, "its scale has 4 bytes, but 0 are given");
-        guest_batch_destroy(bad);
+        check_fails(program_register(bad, 0), TB_INVALID, "its scale has 4 bytes, but 0 are given");
+        program_batch_destroy(bad);
     }
     add(b, "mx", &mx);
     if (is_here)
@@ -355,28 +355,28 @@ static void quantised(rank *r) {
         add(b, "nv",
             &(tb_tensor){
                 .size = sizeof(tb_tensor), .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {HIGH, WIDE}});
-    check_ok(guest_register(b, 0));
-    check_ok(guest_transfer(b, is_a(r), NULL));
+    check_ok(program_register(b, 0));
+    check_ok(program_transfer(b, is_a(r), NULL));
     if (is_here)
         check(scale > 0 && scales[0] != 0 && fine[0] != 0);
     if (is_a(r))
         memset(numbers, 0, (size_t)HIGH * WIDE * sizeof *numbers);
-    guest_batch_destroy(b);
+    program_batch_destroy(b);
 
     /* Back again, one after the other, as both are for the same memory. */
     for (int i = 0; i < 2; i++) {
-        check_ok(guest_batch_create(c, i ? "nv" : "mx", NULL, &b));
+        check_ok(program_batch_create(c, i ? "nv" : "mx", NULL, &b));
         add(b, "w", is_here && i ? &nv : is_here ? &mx : &plain);
-        check_ok(guest_register(b, 0));
-        check_ok(guest_transfer(b, is_here, NULL));
+        check_ok(program_register(b, 0));
+        check_ok(program_transfer(b, is_here, NULL));
         for (int k = 0; k < HIGH * WIDE && is_a(r); k++)
             check(fabsf(numbers[k] - exact[k % 8]) < 1e-5F);
         if (is_a(r))
             memset(numbers, 0, (size_t)HIGH * WIDE * sizeof *numbers);
-        guest_batch_destroy(b);
+        program_batch_destroy(b);
     }
     meet(r);
-    guest_close(c);
+    program_close(c);
     tb_free(numbers);
     tb_free(data);
     free(more);
@@ -391,53 +391,53 @@ static void test_quantised(void **state) {
 
 static void many_clients(rank *r) {
     enum { CLIENTS = 4 };
-    guest *c[CLIENTS];
-    guest_batch *b[CLIENTS] = {0}, *other = NULL;
+    program *c[CLIENTS];
+    program_batch *b[CLIENTS] = {0}, *other = NULL;
     uint32_t *data;
     char name[32];
     check_ok(tb_alloc(CLIENTS * sizeof *data, (void **)&data));
     for (int i = 0; i < CLIENTS; i++) {
         c[i] = open_client(r);
         if (i == 1) {
-            check_fails(guest_pair(c[1], "p", other_group(r), "mesh=1 place=S0", 0), TB_CONFLICT, "already");
-            check_fails(guest_pair(c[1], "p", "c", "mesh=1 place=R", 0), TB_CONFLICT, "already");
+            check_fails(program_pair(c[1], "p", other_group(r), "mesh=1 place=S0", 0), TB_CONFLICT, "already");
+            check_fails(program_pair(c[1], "p", "c", "mesh=1 place=R", 0), TB_CONFLICT, "already");
         }
-        check_ok(guest_pair(c[i], "p", other_group(r), "mesh=1 place=R", 0));
+        check_ok(program_pair(c[i], "p", other_group(r), "mesh=1 place=R", 0));
     }
     for (int i = 0; i < CLIENTS; i++) {
         snprintf(name, sizeof name, "batch %d", i);
-        check_ok(guest_batch_create(c[i], name, NULL, &b[i]));
+        check_ok(program_batch_create(c[i], name, NULL, &b[i]));
         add(b[i], "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = &data[i], .dtype = TB_U32});
-        check_ok(guest_register(b[i], 0));
+        check_ok(program_register(b[i], 0));
     }
     /* A batch is its client's, and there is one of a name. */
-    check_ok(guest_batch_create(c[1], "batch 0", NULL, &other));
+    check_ok(program_batch_create(c[1], "batch 0", NULL, &other));
     add(other, "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = &data[1], .dtype = TB_U32});
-    check_fails(guest_register(other, 0), TB_CONFLICT, "there is a batch 'batch 0' already");
-    check_fails(guest_transfer(other, true, NULL), TB_CONFLICT, "there is a batch 'batch 0' already");
-    guest_batch_destroy(other);
+    check_fails(program_register(other, 0), TB_CONFLICT, "there is a batch 'batch 0' already");
+    check_fails(program_transfer(other, true, NULL), TB_CONFLICT, "there is a batch 'batch 0' already");
+    program_batch_destroy(other);
     /* The first one goes, and the pair that it asked for stays for the others. */
     meet(r);
-    guest_close(c[0]);
-    guest_batch_destroy(b[0]);
+    program_close(c[0]);
+    program_batch_destroy(b[0]);
     for (int i = CLIENTS; i-- > 1;) {
         data[i] = is_a(r) ? 77U + (uint32_t)i : POISON;
-        check_ok(guest_transfer(b[i], is_a(r), NULL));
+        check_ok(program_transfer(b[i], is_a(r), NULL));
         check(data[i] == 77U + (uint32_t)i);
     }
     /* Its name is free again: it may take a moment until the agent has seen the end. */
-    check_ok(guest_batch_create(c[1], "batch 0", NULL, &other));
+    check_ok(program_batch_create(c[1], "batch 0", NULL, &other));
     add(other, "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = &data[0], .dtype = TB_U32});
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb_status status;
-    while ((status = guest_register(other, 0)) == TB_CONFLICT && tb__now_ms() < deadline_ms)
+    while ((status = program_register(other, 0)) == TB_CONFLICT && tb__now_ms() < deadline_ms)
         usleep(1000);
     check_ok(status);
     meet(r);
-    guest_batch_destroy(other);
+    program_batch_destroy(other);
     for (int i = 1; i < CLIENTS; i++) {
-        guest_batch_destroy(b[i]);
-        guest_close(c[i]);
+        program_batch_destroy(b[i]);
+        program_close(c[i]);
     }
     tb_free(data);
 }
@@ -451,25 +451,25 @@ static void test_many_clients(void **state) {
 
 static void later(rank *r) {
     client_setup s;
-    guest_status status = {0};
+    program_status status = {0};
     move_in(r, &s, "mesh=2 place=S0", "mesh=1 place=R", 40, 30);
-    check_ok(guest_query(s.batch, &status));
+    check_ok(program_query(s.batch, &status));
     check(strcmp(status.state, "idle") == 0 && status.version == 0);
     for (int i = 0; i < 2; i++) { /* the second time nobody receives */
-        guest_transfer_opts opts = {.no_wait = true, .timeout_ms = i ? SOON_MS : 0};
+        program_transfer_opts opts = {.no_wait = true, .timeout_ms = i ? SOON_MS : 0};
         if (is_a(r))
             part_fill(&s.w, 1);
         meet(r);
         if (i == 1 && !is_a(r))
             break;
-        check_ok(guest_transfer(s.batch, is_a(r), &opts));
-        check_ok(guest_query(s.batch, &status)); /* it is under way, or it has ended: never as if nothing were */
+        check_ok(program_transfer(s.batch, is_a(r), &opts));
+        check_ok(program_query(s.batch, &status)); /* it is under way, or it has ended: never as if nothing were */
         if (i == 0)
             check(strcmp(status.state, is_a(r) ? "sending" : "receiving") == 0 ||
                   (strcmp(status.state, "idle") == 0 && status.version > 0));
-        tb_status ended = guest_wait(s.batch, is_a(r), TB_COMMITTED, -1);
+        tb_status ended = program_wait(s.batch, is_a(r), TB_COMMITTED, -1);
         check(ended == (i ? TB_TIMEOUT : TB_OK));
-        check_ok(guest_query(s.batch, &status));
+        check_ok(program_query(s.batch, &status));
         check(strcmp(status.state, i ? "failed" : "idle") == 0);
         check(i ? strstr(status.error, "has not ended") != NULL : !*status.error);
         check(status.version == 1);
@@ -494,27 +494,27 @@ static void close_early(rank *r) {
     const uint32_t own = 0xeeeeeeee;
     for (int round = 0; round < NROUNDS; round++) {
         client_setup s;
-        guest_transfer_opts opts = {.no_wait = true};
+        program_transfer_opts opts = {.no_wait = true};
         bool closes = is_a(r) == round % 2;
         move_in(r, &s, "mesh=1 place=S0", "mesh=1 place=S1", SIDE, SIDE);
         if (is_a(r))
             part_fill(&s.w, 1);
         meet(r);
-        check_ok(guest_transfer(s.batch, is_a(r), &opts));
+        check_ok(program_transfer(s.batch, is_a(r), &opts));
         if (closes) {
             usleep((useconds_t)(round * 150));
-            guest_close(s.client);
+            program_close(s.client);
             for (size_t i = 0; i < s.w.count; i++)
                 s.w.data[i] = own;
-        } else if (guest_wait(s.batch, is_a(r), TB_COMMITTED, PATIENCE_MS) == TB_OK) {
+        } else if (program_wait(s.batch, is_a(r), TB_COMMITTED, PATIENCE_MS) == TB_OK) {
             check(part_holds(&s.w, 1));
         }
         meet(r);
         for (size_t i = 0; closes && i < s.w.count; i++)
             check(s.w.data[i] == own);
-        guest_batch_destroy(s.batch);
+        program_batch_destroy(s.batch);
         if (!closes)
-            guest_close(s.client);
+            program_close(s.client);
         part_fini(&s.w);
         meet(r);
     }

@@ -8,14 +8,14 @@
 
 #include "base/mem.h"
 
-#include "../tests/support/guest.h"
+#include "../tests/support/program.h"
 
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
 /* An agent for each rank of a scene. The ranks' threads are its clients' programs. */
-typedef struct house {
+typedef struct agent_scene {
     scene scene; /* first */
     const char *token;
     int timeout_ms;
@@ -27,16 +27,16 @@ typedef struct house {
         pthread_t loop;
         char path[80];
     } seats[MAX_RANKS];
-} house;
+} agent_scene;
 
 static inline struct seat *seat_of(const rank *r) {
-    house *h = (house *)r->scene;
+    agent_scene *h = (agent_scene *)r->scene;
     return &h->seats[r - r->scene->ranks];
 }
 
 /* The agent of another seat; b 0 is after the last of a. */
 static inline const char *path_of(const rank *r, int position) {
-    return ((house *)r->scene)->seats[position].path;
+    return ((agent_scene *)r->scene)->seats[position].path;
 }
 
 static inline void *seat_main(void *arg) {
@@ -45,7 +45,7 @@ static inline void *seat_main(void *arg) {
     return NULL;
 }
 
-static inline void seat_open(house *h, int position) {
+static inline void seat_open(agent_scene *h, int position) {
     struct seat *s = &h->seats[position];
     const rank *r = &h->scene.ranks[position];
     char path[sizeof s->path];
@@ -64,7 +64,7 @@ static inline void seat_open(house *h, int position) {
     check(pthread_create(&s->loop, NULL, seat_main, s) == 0);
 }
 
-static inline void seat_close(house *h, int position) {
+static inline void seat_close(agent_scene *h, int position) {
     struct seat *s = &h->seats[position];
     void *status = NULL;
     if (!s->agent)
@@ -75,7 +75,7 @@ static inline void seat_close(house *h, int position) {
     s->agent = NULL;
 }
 
-static inline void *host_main(void *arg) {
+static inline void *program_main(void *arg) {
     rank *r = me = arg;
     if (setjmp(r->end) == 0)
         r->scene->body(r);
@@ -83,7 +83,7 @@ static inline void *host_main(void *arg) {
     return NULL;
 }
 
-static inline rank place_rank(house *h, int32_t i, int32_t na, int32_t nb) {
+static inline rank place_rank(agent_scene *h, int32_t i, int32_t na, int32_t nb) {
     rank r = {.scene = &h->scene, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
     if (!h->groups)
         return r;
@@ -97,9 +97,9 @@ static inline rank place_rank(house *h, int32_t i, int32_t na, int32_t nb) {
     return r;
 }
 
-/* Runs `body` as programs, each with an agent: `na` in group "a", `nb` in group "b", unless the house has other
+/* Runs `body` as programs, each with an agent: `na` in group "a", `nb` in group "b", unless the scene has other
  * groups. */
-static inline void run_house(house *h, void (*body)(rank *r), int32_t na, int32_t nb) {
+static inline void run_agent_scene(agent_scene *h, void (*body)(rank *r), int32_t na, int32_t nb) {
     scene *s = &h->scene;
     scene_init(s);
     s->body = body;
@@ -109,7 +109,7 @@ static inline void run_house(house *h, void (*body)(rank *r), int32_t na, int32_
         seat_open(h, i);
     }
     for (int i = 0; i < s->nranks; i++)
-        check(pthread_create(&s->ranks[i].thread, NULL, host_main, &s->ranks[i]) == 0);
+        check(pthread_create(&s->ranks[i].thread, NULL, program_main, &s->ranks[i]) == 0);
     for (int i = 0; i < s->nranks; i++)
         pthread_join(s->ranks[i].thread, NULL);
     for (int i = 0; i < s->nranks; i++) {
@@ -123,22 +123,22 @@ static inline void run_house(house *h, void (*body)(rank *r), int32_t na, int32_
 }
 
 static inline void run_agents(void (*body)(rank *r), int32_t na, int32_t nb) {
-    house h = {0};
-    run_house(&h, body, na, nb);
+    agent_scene h = {0};
+    run_agent_scene(&h, body, na, nb);
 }
 
-static inline guest *open_client(const rank *r) {
-    guest *c = NULL;
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = ((house *)r->scene)->token};
-    check_ok(guest_connect(seat_of(r)->path, &opts, &c));
+static inline program *open_client(const rank *r) {
+    program *c = NULL;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = ((agent_scene *)r->scene)->token};
+    check_ok(program_connect(seat_of(r)->path, &opts, &c));
     return c;
 }
 
 /* ---- The usual set-up, through an agent ------------------------------------------------------------------------ */
 
 typedef struct client_setup {
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     part w;
 } client_setup;
 
@@ -148,16 +148,16 @@ static inline void move_in(rank *r, client_setup *s, const char *layout_a, const
     part_init(&s->w, layout, r->index, rows, columns);
     part_poison(&s->w);
     s->client = open_client(r);
-    check_ok(guest_pair(s->client, "p", other_group(r), layout, 0));
-    check_ok(guest_batch_create(s->client, "step", NULL, &s->batch));
+    check_ok(program_pair(s->client, "p", other_group(r), layout, 0));
+    check_ok(program_batch_create(s->client, "step", NULL, &s->batch));
     tb_tensor w = part_tensor(&s->w);
-    check_ok(guest_add(s->batch, "p", "w", &w));
-    check_ok(guest_register(s->batch, 0));
+    check_ok(program_add(s->batch, "p", "w", &w));
+    check_ok(program_register(s->batch, 0));
 }
 
 static inline void move_out(client_setup *s) {
-    guest_batch_destroy(s->batch);
-    guest_close(s->client);
+    program_batch_destroy(s->batch);
+    program_close(s->client);
     part_fini(&s->w);
 }
 
@@ -167,7 +167,7 @@ static inline void client_exchange(rank *r, client_setup *s, const char *from, u
         part_fill(&s->w, version);
     else
         part_poison(&s->w);
-    check_ok(guest_transfer(s->batch, is_send, NULL));
+    check_ok(program_transfer(s->batch, is_send, NULL));
     check(part_holds(&s->w, version));
 }
 

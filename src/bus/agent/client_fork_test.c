@@ -38,7 +38,7 @@ static bool is_explained(const char *what) {
 static void use_all(const client_setup *s) {
     tb_world *world = s->client->world;
     tb_batch *batch = s->batch->batch, *other = NULL;
-    tb_pair *pair = guest_find_pair(s->client, "p"), *second = NULL;
+    tb_pair *pair = program_find_pair(s->client, "p"), *second = NULL;
     tb_transfer *transfer = s->batch->last[1], *next = NULL;
     tb_transfer_state state = {.size = sizeof state};
     tb_batch_state received = {.size = sizeof received};
@@ -70,11 +70,11 @@ static void use_all(const client_setup *s) {
 
 /* A client of its own, at the same agent. */
 static void connect_again(const rank *r) {
-    guest *own = NULL;
+    program *own = NULL;
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
-    child_check(guest_connect(seat_of(r)->path, &opts, &own) == TB_OK);
+    child_check(program_connect(seat_of(r)->path, &opts, &own) == TB_OK);
     child_check(tb_world_rank(own->world) >= 0);
-    guest_close(own);
+    program_close(own);
 }
 
 static void let_children_use(const rank *r, client_setup *s) {
@@ -88,11 +88,11 @@ static void let_children_use(const rank *r, client_setup *s) {
             use_all(s);
             connect_again(r);
             if (i == 0)
-                guest_close(s->client);
+                program_close(s->client);
             if (i < 3)
-                guest_batch_destroy(s->batch);
+                program_batch_destroy(s->batch);
             if (i == 1 || i == 2)
-                guest_close(s->client);
+                program_close(s->client);
             if (i % 2)
                 exit(0);
             _exit(0);
@@ -105,22 +105,22 @@ static void let_children_use(const rank *r, client_setup *s) {
 
 static void go_on(rank *r) {
     client_setup s;
-    guest_transfer_opts no_wait = {.no_wait = true};
+    program_transfer_opts no_wait = {.no_wait = true};
     move_in(r, &s, "mesh=1 place=R", "mesh=2 place=S0", ROWS, COLUMNS);
     client_exchange(r, &s, "a", 1);
     meet(r);
     if (is_a(r)) {
         part_fill(&s.w, 2);
-        check_ok(guest_transfer(s.batch, true, &no_wait));
+        check_ok(program_transfer(s.batch, true, &no_wait));
         let_children_use(r, &s);
     } else {
         part_poison(&s.w);
     }
     meet(r);
     if (is_a(r))
-        check_ok(guest_wait(s.batch, true, TB_COMMITTED, -1));
+        check_ok(program_wait(s.batch, true, TB_COMMITTED, -1));
     else
-        check_ok(guest_transfer(s.batch, false, NULL));
+        check_ok(program_transfer(s.batch, false, NULL));
     check(part_holds(&s.w, 2));
     meet(r);
     client_exchange(r, &s, "b", 3);

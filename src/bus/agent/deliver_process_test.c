@@ -11,8 +11,8 @@ static const char *const pairs[NPARTIES] = {NULL, "rx", "ry"};
 
 typedef struct party {
     agent_process agent;
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     uint32_t *data[NPARTIES]; /* by pair */
 } party;
 
@@ -32,9 +32,9 @@ static void *call_main(void *arg) {
     call *c = arg;
     party *p = &parties[c->who];
     const char *other = groups[c->who == RECEIVER ? c->pair : RECEIVER];
-    c->status = c->moves  ? guest_transfer(p->batch, c->who != RECEIVER, NULL)
-                : c->pair ? guest_pair(p->client, pairs[c->pair], other, "mesh=1 place=R", 0)
-                          : guest_register(p->batch, 0);
+    c->status = c->moves  ? program_transfer(p->batch, c->who != RECEIVER, NULL)
+                : c->pair ? program_pair(p->client, pairs[c->pair], other, "mesh=1 place=R", 0)
+                          : program_register(p->batch, 0);
     if (c->status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
     return NULL;
@@ -66,8 +66,8 @@ static void open_all(void) {
         party *p = &parties[i];
         begin_agent(&p->agent, folder, groups[i], 0, 1, "60");
         await_agent(&p->agent);
-        assert_ok(guest_connect(p->agent.path, &opts, &p->client));
-        assert_ok(guest_batch_create(p->client, "step", NULL, &p->batch));
+        assert_ok(program_connect(p->agent.path, &opts, &p->client));
+        assert_ok(program_batch_create(p->client, "step", NULL, &p->batch));
     }
     for (int pair = SENDER; pair < NPARTIES; pair++) {
         call makes[] = {{.who = RECEIVER, .pair = pair}, {.who = pair, .pair = pair}};
@@ -76,7 +76,7 @@ static void open_all(void) {
             party *p = &parties[i ? pair : RECEIVER];
             assert_non_null(p->data[pair] = calloc(COUNT, sizeof(uint32_t)));
             tb_tensor t = {.size = sizeof t, .data = p->data[pair], .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-            assert_ok(guest_add(p->batch, pairs[pair], "w", &t));
+            assert_ok(program_add(p->batch, pairs[pair], "w", &t));
         }
     }
     call registers[] = {{.who = RECEIVER}, {.who = SENDER}, {.who = VICTIM}};
@@ -86,8 +86,8 @@ static void open_all(void) {
 static void close_all(void) {
     for (int i = NPARTIES; i-- > 0;) {
         party *p = &parties[i];
-        guest_batch_destroy(p->batch);
-        guest_close(p->client);
+        program_batch_destroy(p->batch);
+        program_close(p->client);
         for (int j = 0; j < NPARTIES; j++)
             free(p->data[j]);
         end_agent(&p->agent, SIGTERM);
@@ -95,30 +95,30 @@ static void close_all(void) {
 }
 
 static void begin(int who) {
-    guest_transfer_opts opts = {.no_wait = true, .timeout_ms = PATIENCE_MS};
-    assert_ok(guest_transfer(parties[who].batch, who != RECEIVER, &opts));
+    program_transfer_opts opts = {.no_wait = true, .timeout_ms = PATIENCE_MS};
+    assert_ok(program_transfer(parties[who].batch, who != RECEIVER, &opts));
 }
 
 static void await_bytes(int64_t nbytes) {
-    guest_status status = {0};
+    program_status status = {0};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     do {
-        assert_ok(guest_query(parties[RECEIVER].batch, &status));
+        assert_ok(program_query(parties[RECEIVER].batch, &status));
         assert_true(tb__now_ms() < deadline_ms);
     } while (status.bytes_total == 0 || status.bytes_done < nbytes);
 }
 
 static void expect_pair(int pair, tb_status status, uint64_t version) {
-    guest_pair_state state = {0};
-    assert_ok(guest_query_pair(parties[RECEIVER].batch, pairs[pair], &state));
+    program_pair_state state = {0};
+    assert_ok(program_query_pair(parties[RECEIVER].batch, pairs[pair], &state));
     assert_int_equal(state.status, status);
     assert_int_equal(state.version, version);
     assert_false(state.is_torn);
 }
 
 static void expect_status(uint64_t version, bool is_mixed) {
-    guest_status status = {0};
-    assert_ok(guest_query(parties[RECEIVER].batch, &status));
+    program_status status = {0};
+    assert_ok(program_query(parties[RECEIVER].batch, &status));
     assert_int_equal(status.version, version);
     assert_true(status.is_mixed == is_mixed);
     assert_false(status.is_torn);
@@ -143,20 +143,20 @@ static void test_sender_is_killed(void **state) {
     fill(r->data[SENDER], 99);
     begin(RECEIVER);
     end_agent(&parties[VICTIM].agent, SIGKILL); /* version 3 can't be complete any more: nothing of it is received */
-    assert_fails(guest_wait(r->batch, false, TB_COMMITTED, PATIENCE_MS), TB_LOST, "y 0");
+    assert_fails(program_wait(r->batch, false, TB_COMMITTED, PATIENCE_MS), TB_LOST, "y 0");
     expect(r->data[SENDER], 99);
     expect(r->data[VICTIM], 2);
     expect_pair(SENDER, TB_LOST, 2);
     expect_pair(VICTIM, TB_LOST, 2);
     expect_status(2, false);
 
-    assert_ok(guest_remove_pair(r->batch, pairs[VICTIM]));
+    assert_ok(program_remove_pair(r->batch, pairs[VICTIM]));
     begin(RECEIVER);
     await_bytes(0);
     fill(r->data[VICTIM], 77);
     begin(SENDER);
-    assert_ok(guest_wait(r->batch, false, TB_COMMITTED, PATIENCE_MS));
-    assert_ok(guest_wait(parties[SENDER].batch, true, TB_COMMITTED, PATIENCE_MS));
+    assert_ok(program_wait(r->batch, false, TB_COMMITTED, PATIENCE_MS));
+    assert_ok(program_wait(parties[SENDER].batch, true, TB_COMMITTED, PATIENCE_MS));
     expect(r->data[SENDER], 3);
     expect(r->data[VICTIM], 77);
     expect_pair(SENDER, TB_OK, 3);

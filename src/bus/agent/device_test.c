@@ -11,8 +11,8 @@
 enum { LITTLE_MS = 30 };
 
 typedef struct plan {
-    house house;     /* first */
-    bool is_private; /* the memory can't be shared */
+    agent_scene agents; /* first */
+    bool is_private;    /* the memory can't be shared */
     bool fails_to_map, is_shadowed;
     size_t nmappings; /* at least, while batches are registered; 0: none */
 } plan;
@@ -24,24 +24,24 @@ static void move_in_on_device(rank *r, client_setup *s, const plan *p) {
     s->w.data = slow_device_alloc_on(1, !p->is_private, s->w.count * sizeof *s->w.data);
     part_poison(&s->w);
     s->client = open_client(r);
-    check_ok(guest_pair(s->client, "p", other_group(r), layout, 0));
-    check_ok(guest_batch_create(s->client, "step", NULL, &s->batch));
+    check_ok(program_pair(s->client, "p", other_group(r), layout, 0));
+    check_ok(program_batch_create(s->client, "step", NULL, &s->batch));
     tb_tensor w = part_tensor(&s->w);
     w.memory = "host";
-    check_fails(guest_add(s->batch, "p", "w", &w), TB_REFUSED,
+    check_fails(program_add(s->batch, "p", "w", &w), TB_REFUSED,
                 "tensor 'w': its memory is said to be on device 'host', but is on device 'slow:1'");
     w.memory = r->index == 0 ? "slow" : "slow:1";
-    check_ok(guest_add(s->batch, "p", "w", &w));
+    check_ok(program_add(s->batch, "p", "w", &w));
     meet(r);
     if (p->fails_to_map && is_a(r) && r->index == 0)
         slow_device_fail_call(SLOW_DEVICE_MAP, 0, TB_IO);
     meet(r);
-    check_ok(guest_register(s->batch, 0));
+    check_ok(program_register(s->batch, 0));
 }
 
 /* The dump says of each direction what the program copies, and why. */
 static void check_dump(const rank *r, const client_setup *s, const plan *p) {
-    bool is_copied = p->is_private || p->house.no_gpu;
+    bool is_copied = p->is_private || p->agents.no_gpu;
     for (int is_send = 0; is_send < 2; is_send++) {
         char *dump, line[160];
         snprintf(line, sizeof line, "\n  w on slow:1 is copied by its program %s: %s\n",
@@ -58,7 +58,7 @@ static void check_dump(const rank *r, const client_setup *s, const plan *p) {
 static void check_whole_group(const client_setup *s, const plan *p) {
     tb_transfer_opts opts = {.size = sizeof opts, .whole_group = true};
     tb_transfer *t = NULL;
-    if (p->is_private || p->house.no_gpu)
+    if (p->is_private || p->agents.no_gpu)
         check_fails(tb_recv(s->batch->batch, &opts, &t), TB_REFUSED, "it can't be received with whole_group");
 }
 
@@ -73,16 +73,16 @@ static void exchange_versions(rank *r) {
     meet(r);
     check(p->nmappings ? slow_device_count_mappings() >= p->nmappings : slow_device_count_mappings() == 0);
     meet(r);
-    check_ok(guest_cleanup(s.batch));
+    check_ok(program_cleanup(s.batch));
     meet(r);
-    guest_batch_destroy(s.batch);
-    guest_close(s.client);
+    program_batch_destroy(s.batch);
+    program_close(s.client);
     slow_device_free(s.w.data);
     tb_local_fini(&s.w.local);
 }
 
 static void run_plan(plan p, void (*body)(rank *r), int32_t n) {
-    run_house(&p.house, body, n, n);
+    run_agent_scene(&p.agents, body, n, n);
     check(slow_device_count_mappings() == 0);
     slow_device_mend();
 }
@@ -97,7 +97,7 @@ static void test_mapped(void **state) {
 static void test_copied(void **state) {
     (void)state;
     for (int32_t n = 1; n <= 2; n++) {
-        run_plan((plan){.house = {.no_gpu = true}}, exchange_versions, n);
+        run_plan((plan){.agents = {.no_gpu = true}}, exchange_versions, n);
         run_plan((plan){.is_private = true}, exchange_versions, n);
     }
     run_plan((plan){.fails_to_map = true, .nmappings = 1}, exchange_versions, 2);
@@ -111,8 +111,8 @@ enum { STORED = 8, WIDTH = 12, USED = 4 };
 /* Columns 2 to 5 of the storage are a tensor of 4 rows between two of padding. The rest is the program's own, which
  * changes it while the transfer is under way. */
 static void receive_a_part(rank *r) {
-    guest *c = open_client(r);
-    guest_batch *batch = NULL;
+    program *c = open_client(r);
+    program_batch *batch = NULL;
     tb_batch_opts opts = {.size = sizeof opts,
                           .commit = ((const plan *)r->scene)->is_shadowed ? TB_SHADOW : TB_IN_PLACE};
     uint32_t *data = slow_device_alloc(STORED * WIDTH * sizeof *data), *bytes = slow_device_bytes(data);
@@ -124,25 +124,25 @@ static void receive_a_part(rank *r) {
                    .shape = {6, USED},
                    .strides = strides,
                    .view = "pad(0,1,1)"};
-    check_ok(guest_pair(c, "p", other_group(r), WHOLE, 0));
-    check_ok(guest_batch_create(c, "step", &opts, &batch));
-    check_ok(guest_add(batch, "p", "w", &t));
-    check_ok(guest_register(batch, 0));
+    check_ok(program_pair(c, "p", other_group(r), WHOLE, 0));
+    check_ok(program_batch_create(c, "step", &opts, &batch));
+    check_ok(program_add(batch, "p", "w", &t));
+    check_ok(program_register(batch, 0));
     for (uint32_t version = 1; version <= 2; version++) {
-        guest_transfer_opts no_wait = {.no_wait = true};
+        program_transfer_opts no_wait = {.no_wait = true};
         for (uint32_t i = 0; i < STORED * WIDTH; i++)
             bytes[i] = is_a(r) ? version * 1000 + i : 7;
         if (is_a(r)) {
             meet(r);
-            check_ok(guest_transfer(batch, true, NULL));
+            check_ok(program_transfer(batch, true, NULL));
         } else {
-            check_ok(guest_transfer(batch, false, &no_wait));
-            check_fails(guest_transfer(batch, true, NULL), TB_REFUSED, "are copied through host memory");
+            check_ok(program_transfer(batch, false, &no_wait));
+            check_fails(program_transfer(batch, true, NULL), TB_REFUSED, "are copied through host memory");
             for (uint32_t i = 0; i < STORED * WIDTH; i++)
                 bytes[i] = 8;
             meet(r);
-            check_ok(guest_wait(batch, false, version == 1 ? TB_COMMITTED : TB_ARRIVED, -1));
-            check_ok(guest_wait(batch, false, TB_COMMITTED, -1));
+            check_ok(program_wait(batch, false, version == 1 ? TB_COMMITTED : TB_ARRIVED, -1));
+            check_ok(program_wait(batch, false, TB_COMMITTED, -1));
             for (uint32_t i = 0; i < STORED; i++) {
                 for (uint32_t j = 0; j < WIDTH; j++) {
                     bool is_in = i < 6 && j >= 2 && j < 2 + USED, is_padding = is_in && (i == 0 || i == 5);
@@ -153,15 +153,15 @@ static void receive_a_part(rank *r) {
         }
         meet(r);
     }
-    guest_batch_destroy(batch);
-    guest_close(c);
+    program_batch_destroy(batch);
+    program_close(c);
     slow_device_free(data);
 }
 
 static void test_nothing_else_is_written(void **state) {
     (void)state;
-    run_plan((plan){.house = {.no_gpu = true}}, receive_a_part, 1);
-    run_plan((plan){.house = {.no_gpu = true}, .is_shadowed = true}, receive_a_part, 1);
+    run_plan((plan){.agents = {.no_gpu = true}}, receive_a_part, 1);
+    run_plan((plan){.agents = {.no_gpu = true}, .is_shadowed = true}, receive_a_part, 1);
 }
 
 /* ---- Streams
@@ -201,23 +201,23 @@ static void follow_streams(rank *r) {
     move_in_on_device(r, &s, p);
     for (uint32_t version = 1; version <= 3; version++) {
         helper h = {.part = &s.w, .bytes = part_bytes(&s.w), .version = is_a(r) ? version : 0};
-        guest_transfer_opts opts = {.stream = &stream, .no_wait = !is_a(r)};
+        program_transfer_opts opts = {.stream = &stream, .no_wait = !is_a(r)};
         part_poison(&s.w);
         h.work = slow_stream_add(stream, do_work, &h, true);
         check(pthread_create(&h.thread, NULL, let_go_later, &h) == 0);
-        check_ok(guest_transfer(s.batch, is_a(r), &opts));
+        check_ok(program_transfer(s.batch, is_a(r), &opts));
         check(pthread_join(h.thread, NULL) == 0);
         if (!is_a(r))
-            check_ok(guest_stream_wait(s.batch, false, TB_COMMITTED, &stream));
+            check_ok(program_stream_wait(s.batch, false, TB_COMMITTED, &stream));
         check(h.is_right && part_holds(&s.w, version));
     }
     slow_work *held = slow_stream_add(stream, NULL, NULL, true);
-    guest_transfer_opts late = {.stream = &stream, .timeout_ms = LITTLE_MS};
-    check_fails(guest_transfer(s.batch, is_a(r), &late), TB_TIMEOUT, "has not finished the work on the stream");
+    program_transfer_opts late = {.stream = &stream, .timeout_ms = LITTLE_MS};
+    check_fails(program_transfer(s.batch, is_a(r), &late), TB_TIMEOUT, "has not finished the work on the stream");
     slow_work_let_go(held);
     meet(r);
-    guest_batch_destroy(s.batch);
-    guest_close(s.client);
+    program_batch_destroy(s.batch);
+    program_close(s.client);
     slow_device_free(s.w.data);
     tb_local_fini(&s.w.local);
     slow_stream_destroy(stream);
@@ -226,7 +226,7 @@ static void follow_streams(rank *r) {
 static void test_streams(void **state) {
     (void)state;
     run_plan((plan){.nmappings = 1}, follow_streams, 1);
-    run_plan((plan){.house = {.no_gpu = true}}, follow_streams, 1);
+    run_plan((plan){.agents = {.no_gpu = true}}, follow_streams, 1);
 }
 
 /* ---- Frames that are wrong
@@ -245,8 +245,8 @@ static tb__message register_one(raw *c, const tb__payload_memory *data, const tb
 }
 
 static void send_wrong_memory(rank *r) {
-    guest *c = open_client(r);
-    check_ok(guest_pair(c, "p", other_group(r), WHOLE, 0));
+    program *c = open_client(r);
+    check_ok(program_pair(c, "p", other_group(r), WHOLE, 0));
     if (is_a(r)) {
         raw x;
         tb__bytes payload = {0};
@@ -288,7 +288,7 @@ static void send_wrong_memory(rank *r) {
         free(placements.item);
     }
     meet(r);
-    guest_close(c);
+    program_close(c);
 }
 
 static void test_wrong_memory(void **state) {

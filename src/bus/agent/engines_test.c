@@ -11,8 +11,8 @@ static const char *const pairs[NPARTIES] = {NULL, "tx", "ty"}; /* of the engines
 
 typedef struct party {
     agent_process agent;
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     uint32_t *data;
 } party;
 
@@ -43,11 +43,11 @@ static bool is_trainer(const party *p) {
 
 static void *call_main(void *arg) {
     call *c = arg;
-    guest_transfer_opts opts = {.skip_lost = c->skip_lost};
+    program_transfer_opts opts = {.skip_lost = c->skip_lost};
     const char *other = groups[is_trainer(c->party) ? c->pair : TRAINER];
-    c->status = c->what == INIT       ? guest_pair(c->party->client, pairs[c->pair], other, "mesh=1 place=R", 0)
-                : c->what == REGISTER ? guest_register(c->party->batch, c->timeout_ms)
-                                      : guest_transfer(c->party->batch, is_trainer(c->party), &opts);
+    c->status = c->what == INIT       ? program_pair(c->party->client, pairs[c->pair], other, "mesh=1 place=R", 0)
+                : c->what == REGISTER ? program_register(c->party->batch, c->timeout_ms)
+                                      : program_transfer(c->party->batch, is_trainer(c->party), &opts);
     if (c->status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
     return NULL;
@@ -99,8 +99,8 @@ static void connect_party(int i) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
     begin_agent(&p->agent, running.folder, groups[i], 0, 1, "30");
     await_agent(&p->agent);
-    assert_ok(guest_connect(p->agent.path, &opts, &p->client));
-    assert_ok(guest_batch_create(p->client, "step", NULL, &p->batch));
+    assert_ok(program_connect(p->agent.path, &opts, &p->client));
+    assert_ok(program_batch_create(p->client, "step", NULL, &p->batch));
     if (!p->data && running.is_shared)
         assert_ok(tb_alloc(COUNT * sizeof *p->data, (void **)&p->data));
     else if (!p->data)
@@ -109,20 +109,20 @@ static void connect_party(int i) {
 
 static void add(int who, int engine) {
     tb_tensor t = {.size = sizeof t, .data = running.parties[who].data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-    assert_ok(guest_add(running.parties[who].batch, pairs[engine], "w", &t));
+    assert_ok(program_add(running.parties[who].batch, pairs[engine], "w", &t));
 }
 
 static void leave(int i) {
     party *p = &running.parties[i];
-    guest_batch_destroy(p->batch);
-    guest_close(p->client);
+    program_batch_destroy(p->batch);
+    program_close(p->client);
     p->batch = NULL;
     p->client = NULL;
 }
 
 static void expect_pair(int engine, tb_status status, uint64_t version) {
-    guest_pair_state state = {0};
-    assert_ok(guest_query_pair(running.parties[TRAINER].batch, pairs[engine], &state));
+    program_pair_state state = {0};
+    assert_ok(program_query_pair(running.parties[TRAINER].batch, pairs[engine], &state));
     assert_int_equal(state.status, status);
     if (status == TB_OK) /* of one that failed nothing was sent */
         assert_int_equal(state.version, version);
@@ -150,34 +150,34 @@ static void start(void) {
 /* Whoever has the pair in the batch can't add it again, in whatever way. */
 static void expect_refusals(void) {
     party *trainer = &running.parties[TRAINER];
-    guest_batch *twin = NULL;
-    guest_pair_state state = {0};
+    program_batch *twin = NULL;
+    program_pair_state state = {0};
     tb_tensor t = {.size = sizeof t, .data = trainer->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-    assert_fails(guest_add(trainer->batch, "tx", "v", &t), TB_REFUSED, "nothing can be added");
-    assert_ok(guest_register(trainer->batch, 0)); /* there is nothing new */
-    assert_ok(guest_batch_create(trainer->client, "step", NULL, &twin));
-    assert_ok(guest_add(twin, "tx", "w", &t));
-    assert_fails(guest_register(twin, 0), TB_CONFLICT, "pair 'tx' is in batch 'step' already");
-    guest_batch_destroy(twin);
-    assert_fails(guest_query_pair(trainer->batch, "tz", &state), TB_INVALID, "there is no pair 'tz'");
+    assert_fails(program_add(trainer->batch, "tx", "v", &t), TB_REFUSED, "nothing can be added");
+    assert_ok(program_register(trainer->batch, 0)); /* there is nothing new */
+    assert_ok(program_batch_create(trainer->client, "step", NULL, &twin));
+    assert_ok(program_add(twin, "tx", "w", &t));
+    assert_fails(program_register(twin, 0), TB_CONFLICT, "pair 'tx' is in batch 'step' already");
+    program_batch_destroy(twin);
+    assert_fails(program_query_pair(trainer->batch, "tz", &state), TB_INVALID, "there is no pair 'tz'");
 }
 
 /* Nothing comes or goes while something is under way. */
 static void expect_patience(void) {
     party *trainer = &running.parties[TRAINER];
-    guest_transfer_opts opts = {.no_wait = true, .timeout_ms = PATIENCE_MS};
-    assert_ok(guest_transfer(trainer->batch, true, &opts));
-    assert_fails(guest_remove_pair(trainer->batch, "ty"), TB_REFUSED, "destroy that transfer first");
+    program_transfer_opts opts = {.no_wait = true, .timeout_ms = PATIENCE_MS};
+    assert_ok(program_transfer(trainer->batch, true, &opts));
+    assert_fails(program_remove_pair(trainer->batch, "ty"), TB_REFUSED, "destroy that transfer first");
     call calls[2] = {{.party = &running.parties[ENGINE_1], .what = MOVE},
                      {.party = &running.parties[ENGINE_2], .what = MOVE}};
     run_calls(calls, 2);
     expect_good(calls, 2);
-    assert_ok(guest_wait(trainer->batch, true, TB_COMMITTED, -1));
+    assert_ok(program_wait(trainer->batch, true, TB_COMMITTED, -1));
 }
 
 static void join_again(void) {
     party *trainer = &running.parties[TRAINER];
-    assert_ok(guest_remove_pair(trainer->batch, "ty"));
+    assert_ok(program_remove_pair(trainer->batch, "ty"));
     assert_ok(move(4, (int[]){ENGINE_1}, 1, false));
     connect_party(ENGINE_2);
     make_pair(ENGINE_2);
@@ -186,7 +186,7 @@ static void join_again(void) {
     call early = {.party = trainer, .what = REGISTER, .timeout_ms = SOON_MS};
     run_calls(&early, 1); /* the engine is not there so far: the batch stays what it was */
     assert_int_equal(early.status, TB_TIMEOUT);
-    assert_ok(guest_remove_pair(trainer->batch, "ty")); /* or the next transfer would wait for the engine, too */
+    assert_ok(program_remove_pair(trainer->batch, "ty")); /* or the next transfer would wait for the engine, too */
     assert_ok(move(5, (int[]){ENGINE_1}, 1, false));
     add(TRAINER, ENGINE_2);
     call calls[2] = {{.party = trainer, .what = REGISTER}, {.party = &running.parties[ENGINE_2], .what = REGISTER}};
@@ -201,7 +201,7 @@ static void go_in_circles(void) {
     for (int round = 0; round < 6; round++) {
         call calls[2];
         for (int i = 0; i < 2; i++) {
-            assert_ok(guest_remove_pair(running.parties[who[i]].batch, "ty"));
+            assert_ok(program_remove_pair(running.parties[who[i]].batch, "ty"));
             add(who[i], ENGINE_2);
             calls[i] = (call){.party = &running.parties[who[i]], .what = REGISTER};
         }

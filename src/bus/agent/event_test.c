@@ -6,15 +6,15 @@
 enum { COUNT = 3000 };
 
 typedef struct hall {
-    house house; /* first */
+    agent_scene agents; /* first */
     bool is_private;
     tb_commit commit;
 } hall;
 
 /* A vector that a sends to b. */
 typedef struct line {
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     uint32_t *data;
     bool is_private;
 } line;
@@ -42,15 +42,15 @@ static void open_line(rank *r, line *l) {
         check_ok(tb_alloc(COUNT * sizeof *l->data, (void **)&l->data));
     fill(l, 0);
     tb_tensor t = {.size = sizeof t, .data = l->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-    check_ok(guest_pair(l->client, "p", other_group(r), "mesh=1 place=R", 0));
-    check_ok(guest_batch_create(l->client, "step", &opts, &l->batch));
-    check_ok(guest_add(l->batch, "p", "w", &t));
-    check_ok(guest_register(l->batch, 0));
+    check_ok(program_pair(l->client, "p", other_group(r), "mesh=1 place=R", 0));
+    check_ok(program_batch_create(l->client, "step", &opts, &l->batch));
+    check_ok(program_add(l->batch, "p", "w", &t));
+    check_ok(program_register(l->batch, 0));
 }
 
 static void close_line(line *l) {
-    guest_batch_destroy(l->batch);
-    guest_close(l->client);
+    program_batch_destroy(l->batch);
+    program_close(l->client);
     if (l->is_private)
         free(l->data);
     else
@@ -59,13 +59,13 @@ static void close_line(line *l) {
 
 static void begin(const rank *r, const line *l, int timeout_ms, bool hold) {
     int handle = 0; /* a stream orders nothing in host memory */
-    guest_transfer_opts opts = {.timeout_ms = timeout_ms, .no_wait = true, .hold = hold, .stream = &handle};
-    check_ok(guest_transfer(l->batch, is_a(r), &opts));
+    program_transfer_opts opts = {.timeout_ms = timeout_ms, .no_wait = true, .hold = hold, .stream = &handle};
+    check_ok(program_transfer(l->batch, is_a(r), &opts));
 }
 
 static unsigned events_of(const line *l) {
-    guest_status status = {0};
-    check_ok(guest_query(l->batch, &status));
+    program_status status = {0};
+    check_ok(program_query(l->batch, &status));
     return status.events;
 }
 
@@ -75,8 +75,8 @@ static unsigned events_of(const line *l) {
 static void sleep_for(const line *l, bool is_send, tb_event event) {
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb_status status;
-    while ((status = guest_wait(l->batch, is_send, event, 0)) == TB_TIMEOUT) {
-        struct pollfd fd = {.fd = guest_fd(l->batch, is_send), .events = POLLIN};
+    while ((status = program_wait(l->batch, is_send, event, 0)) == TB_TIMEOUT) {
+        struct pollfd fd = {.fd = program_fd(l->batch, is_send), .events = POLLIN};
         check(poll(&fd, 1, tb__ms_until(deadline_ms)) == 1);
     }
     check_ok(status);
@@ -84,10 +84,10 @@ static void sleep_for(const line *l, bool is_send, tb_event event) {
 
 /* Its own memory is released, but the agent has not been read. */
 static void await_signal(const line *l) {
-    guest_status status = {0};
+    program_status status = {0};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     do {
-        check_ok(guest_query(l->batch, &status));
+        check_ok(program_query(l->batch, &status));
         check(tb__now_ms() < deadline_ms);
     } while (!status.transfer_signal);
 }
@@ -100,29 +100,29 @@ static void one_by_one(rank *r) {
         if (is_a(r)) {
             fill(&l, version);
             begin(r, &l, 0, false);
-            check_fails(guest_wait(l.batch, true, TB_ARRIVED, 0), TB_INVALID, "does not arrive");
-            check_fails(guest_wait(l.batch, true, TB_COMMITTED, 0), TB_TIMEOUT, "has not been committed after 0 ms");
+            check_fails(program_wait(l.batch, true, TB_ARRIVED, 0), TB_INVALID, "does not arrive");
+            check_fails(program_wait(l.batch, true, TB_COMMITTED, 0), TB_TIMEOUT, "has not been committed after 0 ms");
             if (l.is_private) { /* it was read, and nobody has to receive it for that */
-                check_ok(guest_wait(l.batch, true, TB_RELEASED, -1));
+                check_ok(program_wait(l.batch, true, TB_RELEASED, -1));
                 check(events_of(&l) == TB_RELEASED);
                 await_signal(&l);
                 fill(&l, 0);
             } else {
-                check_fails(guest_wait(l.batch, true, TB_RELEASED, 1), TB_TIMEOUT, "has not been released");
+                check_fails(program_wait(l.batch, true, TB_RELEASED, 1), TB_TIMEOUT, "has not been released");
                 check(events_of(&l) == 0);
             }
         }
         meet(r);
         if (!is_a(r)) {
             begin(r, &l, 0, false);
-            check_fails(guest_wait(l.batch, false, TB_RELEASED, 0), TB_INVALID, "is not released");
+            check_fails(program_wait(l.batch, false, TB_RELEASED, 0), TB_INVALID, "is not released");
         }
         if (version % 2)
             sleep_for(&l, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED);
         int handle = 0;
-        check_fails(guest_stream_wait(l.batch, is_a(r), TB_COMMITTED, NULL), TB_INVALID, "stream is NULL");
-        check_ok(guest_stream_wait(l.batch, is_a(r), TB_COMMITTED, &handle));
-        check_ok(guest_wait(l.batch, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED, 0));
+        check_fails(program_stream_wait(l.batch, is_a(r), TB_COMMITTED, NULL), TB_INVALID, "stream is NULL");
+        check_ok(program_stream_wait(l.batch, is_a(r), TB_COMMITTED, &handle));
+        check_ok(program_wait(l.batch, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED, 0));
         check(is_a(r) || holds(&l, version));
         check(events_of(&l) == (unsigned)((is_a(r) ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED));
     }
@@ -134,7 +134,7 @@ static void test_one_by_one(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         hall h = {.is_private = i & 1, .commit = i & 2 ? TB_SHADOW : TB_IN_PLACE};
-        run_house(&h.house, one_by_one, 1, 1);
+        run_agent_scene(&h.agents, one_by_one, 1, 1);
     }
 }
 
@@ -144,26 +144,26 @@ static void failures(rank *r) {
     open_line(r, &l);
     if (is_a(r)) {
         begin(r, &l, SOON_MS, false);
-        check_fails(guest_wait(l.batch, true, TB_COMMITTED, -1), TB_TIMEOUT, "the sending of batch 'step' has not");
-        check_fails(guest_wait(l.batch, true, TB_COMMITTED, 0), TB_TIMEOUT, "the sending of batch 'step' has not");
+        check_fails(program_wait(l.batch, true, TB_COMMITTED, -1), TB_TIMEOUT, "the sending of batch 'step' has not");
+        check_fails(program_wait(l.batch, true, TB_COMMITTED, 0), TB_TIMEOUT, "the sending of batch 'step' has not");
     }
     meet(r);
     if (is_a(r)) { /* one that is refused does not make the client forget the one that goes on */
-        guest_transfer_opts again = {.no_wait = true};
+        program_transfer_opts again = {.no_wait = true};
         fill(&l, 2);
         begin(r, &l, 0, false);
-        check_fails(guest_transfer(l.batch, true, &again), TB_REFUSED, "already being sent");
+        check_fails(program_transfer(l.batch, true, &again), TB_REFUSED, "already being sent");
     }
     meet(r);
     if (!is_a(r))
         begin(r, &l, 0, false);
-    check_ok(guest_wait(l.batch, is_a(r), TB_COMMITTED, -1));
+    check_ok(program_wait(l.batch, is_a(r), TB_COMMITTED, -1));
     check(holds(&l, 2));
     meet(r);
     if (!is_a(r)) { /* what was told before the end is heard */
         begin(r, &l, SOON_MS, false);
-        seat_close((house *)r->scene, 1);
-        check_fails(guest_wait(l.batch, false, TB_ARRIVED, -1), TB_TIMEOUT, "the receiving of batch 'step' has not");
+        seat_close((agent_scene *)r->scene, 1);
+        check_fails(program_wait(l.batch, false, TB_ARRIVED, -1), TB_TIMEOUT, "the receiving of batch 'step' has not");
     }
     meet(r);
     close_line(&l);
@@ -172,7 +172,7 @@ static void failures(rank *r) {
 static void test_failures(void **state) {
     (void)state;
     hall h = {0};
-    run_house(&h.house, failures, 1, 1);
+    run_agent_scene(&h.agents, failures, 1, 1);
 }
 
 /* ---- On the wire ----------------------------------------------------------------------------------------------- */
@@ -279,18 +279,18 @@ static void held(rank *r) {
         meet(r);
         begin(r, &l, 0, !is_a(r));
         if (!is_a(r)) {
-            check_ok(guest_wait(l.batch, false, TB_DECIDED, -1));
-            check_fails(guest_wait(l.batch, false, TB_COMMITTED, 5), TB_TIMEOUT, "has not been committed");
+            check_ok(program_wait(l.batch, false, TB_DECIDED, -1));
+            check_fails(program_wait(l.batch, false, TB_COMMITTED, 5), TB_TIMEOUT, "has not been committed");
             check(holds(&l, version - 1));
             check(events_of(&l) == (TB_ARRIVED | TB_DECIDED));
         }
         meet(r);
         if (is_a(r))
-            check_fails(guest_wait(l.batch, true, TB_COMMITTED, 5), TB_TIMEOUT, "has not been committed");
+            check_fails(program_wait(l.batch, true, TB_COMMITTED, 5), TB_TIMEOUT, "has not been committed");
         meet(r);
         if (!is_a(r))
-            check_ok(guest_proceed(l.batch));
-        check_ok(guest_wait(l.batch, is_a(r), TB_COMMITTED, -1));
+            check_ok(program_proceed(l.batch));
+        check_ok(program_wait(l.batch, is_a(r), TB_COMMITTED, -1));
         check(holds(&l, version));
         meet(r);
     }
@@ -302,7 +302,7 @@ static void test_held(void **state) {
     (void)state;
     for (int i = 0; i < 2; i++) {
         hall h = {.is_private = i, .commit = TB_SHADOW};
-        run_house(&h.house, held, 1, 1);
+        run_agent_scene(&h.agents, held, 1, 1);
     }
 }
 
@@ -315,7 +315,7 @@ static void let_go(rank *r) {
         if (is_a(r))
             fill(&l, version);
         begin(r, &l, is_a(r) || version == 0 ? 0 : ENOUGH_MS, !is_a(r) && version == 1);
-        check_ok(guest_wait(l.batch, is_a(r), TB_COMMITTED, is_a(r) ? -1 : PATIENCE_MS));
+        check_ok(program_wait(l.batch, is_a(r), TB_COMMITTED, is_a(r) ? -1 : PATIENCE_MS));
         check(holds(&l, version));
         meet(r);
     }
@@ -323,15 +323,15 @@ static void let_go(rank *r) {
         fill(&l, 2);
     begin(r, &l, 0, !is_a(r));
     if (!is_a(r)) {
-        check_ok(guest_wait(l.batch, false, TB_DECIDED, -1));
-        guest_close(l.client);
+        check_ok(program_wait(l.batch, false, TB_DECIDED, -1));
+        program_close(l.client);
     } else {
-        check_ok(guest_wait(l.batch, true, TB_COMMITTED, -1));
+        check_ok(program_wait(l.batch, true, TB_COMMITTED, -1));
     }
     meet(r);
     if (!is_a(r)) {
         check(holds(&l, 2)); /* the agent has it mapped */
-        guest_batch_destroy(l.batch);
+        program_batch_destroy(l.batch);
         tb_free(l.data);
     } else {
         close_line(&l);
@@ -341,7 +341,7 @@ static void let_go(rank *r) {
 static void test_let_go(void **state) {
     (void)state;
     hall h = {.commit = TB_SHADOW};
-    run_house(&h.house, let_go, 1, 1);
+    run_agent_scene(&h.agents, let_go, 1, 1);
 }
 
 /* A batch that is sent and received at once tells of the send, too. */
@@ -350,30 +350,30 @@ static void both_ways(rank *r) {
     open_line(r, &l);
     meet(r);
     if (is_a(r)) {
-        guest_transfer_opts opts = {.no_wait = true};
+        program_transfer_opts opts = {.no_wait = true};
         fill(&l, 1);
-        check_ok(guest_transfer(l.batch, false, &opts));
-        check_ok(guest_transfer(l.batch, true, &opts));
+        check_ok(program_transfer(l.batch, false, &opts));
+        check_ok(program_transfer(l.batch, true, &opts));
         await_signal(&l);
         meet(r);
-        check_ok(guest_wait(l.batch, true, TB_COMMITTED, -1));
-        guest_status status = {0};
-        check_ok(guest_query(l.batch, &status));
+        check_ok(program_wait(l.batch, true, TB_COMMITTED, -1));
+        program_status status = {0};
+        check_ok(program_query(l.batch, &status));
         check(!status.transfer_signal);
         meet(r);
-        check_ok(guest_wait(l.batch, false, TB_COMMITTED, -1));
+        check_ok(program_wait(l.batch, false, TB_COMMITTED, -1));
         check(holds(&l, 2));
     } else {
         meet(r);
         await_signal(&l); /* there is something to receive */
-        check_ok(guest_transfer(l.batch, false, NULL));
-        guest_status status = {0};
-        check_ok(guest_query(l.batch, &status));
+        check_ok(program_transfer(l.batch, false, NULL));
+        program_status status = {0};
+        check_ok(program_query(l.batch, &status));
         check(!status.transfer_signal);
         check(holds(&l, 1));
         meet(r);
         fill(&l, 2);
-        check_ok(guest_transfer(l.batch, true, NULL));
+        check_ok(program_transfer(l.batch, true, NULL));
     }
     meet(r);
     close_line(&l);
@@ -382,7 +382,7 @@ static void both_ways(rank *r) {
 static void test_both_ways(void **state) {
     (void)state;
     hall h = {.commit = TB_IN_PLACE};
-    run_house(&h.house, both_ways, 1, 1);
+    run_agent_scene(&h.agents, both_ways, 1, 1);
 }
 
 int main(void) {

@@ -69,8 +69,8 @@ typedef struct member {
     const plan *plan;
     report *report;
     int position;
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     int64_t columns; /* of its part */
     int64_t rows;
     uint32_t *data;
@@ -108,11 +108,11 @@ static void note_held(const member *m) {
 
 /* Whoever does not know asks again, by receiving once more: that fails, as somebody is gone, but the store may tell. */
 static void look_at_memory(const member *m, tb_status status) {
-    guest_transfer_opts opts = {.timeout_ms = CALL_MS};
+    program_transfer_opts opts = {.timeout_ms = CALL_MS};
     if (sends(m) || !m->plan->is_shadow || !m->data)
         return;
     if (status == TB_IN_DOUBT)
-        atomic_store(&m->report->is_in_doubt, guest_transfer(m->batch, false, &opts) == TB_IN_DOUBT);
+        atomic_store(&m->report->is_in_doubt, program_transfer(m->batch, false, &opts) == TB_IN_DOUBT);
     note_held(m);
 }
 
@@ -128,33 +128,33 @@ static void must(const member *m, tb_status status, int64_t begun_ms) {
     snprintf(why, sizeof why, "%s: %s", tb_status_string(status), tb_error_detail());
     look_at_memory(m, status);
     if (m->plan->seed % 2) {
-        guest_batch_destroy(m->batch);
-        guest_close(m->client);
+        program_batch_destroy(m->batch);
+        program_close(m->client);
     }
     end(m, FAILED, why);
 }
 
 /* Every second version without waiting: the program sleeps on the transfer's descriptor. */
 static void transfer(member *m, uint32_t version, int timeout_ms) {
-    guest_transfer_opts opts = {.timeout_ms = timeout_ms, .no_wait = version % 2 == 0};
+    program_transfer_opts opts = {.timeout_ms = timeout_ms, .no_wait = version % 2 == 0};
     int64_t begun_ms = tb__now_ms();
-    must(m, guest_transfer(m->batch, sends(m), &opts), begun_ms);
+    must(m, program_transfer(m->batch, sends(m), &opts), begun_ms);
     if (!opts.no_wait)
         return;
     tb_status status;
-    while ((status = guest_wait(m->batch, sends(m), TB_COMMITTED, 0)) == TB_TIMEOUT &&
+    while ((status = program_wait(m->batch, sends(m), TB_COMMITTED, 0)) == TB_TIMEOUT &&
            tb__now_ms() - begun_ms < PATIENCE_MS) {
-        guest_status now = {0};
-        must(m, guest_query(m->batch, &now), begun_ms);
+        program_status now = {0};
+        must(m, program_query(m->batch, &now), begun_ms);
         if (strcmp(now.state, "idle") == 0)
             continue;
         if (strcmp(now.state, "failed") == 0)
             break;
-        struct pollfd news = {.fd = guest_fd(m->batch, sends(m)), .events = POLLIN};
+        struct pollfd news = {.fd = program_fd(m->batch, sends(m)), .events = POLLIN};
         poll(&news, 1, 50);
     }
     if (status == TB_TIMEOUT) /* the transfer's own */
-        status = guest_wait(m->batch, sends(m), TB_COMMITTED, 0);
+        status = program_wait(m->batch, sends(m), TB_COMMITTED, 0);
     must(m, status, begun_ms);
 }
 
@@ -178,17 +178,18 @@ static void be_client(member *m, const char *path) {
     get_memory(m, (size_t)count * sizeof *m->data);
     for (int64_t i = 0; i < count; i++)
         m->data[i] = value_at(m, i, 0);
-    must(m, guest_connect(path, &opts, &m->client), tb__now_ms());
+    must(m, program_connect(path, &opts, &m->client), tb__now_ms());
     set_stage(m, INIT);
     must(m,
-         guest_pair(m->client, "p", sends(m) ? "b" : "a", sends(m) ? "mesh=2 place=S0" : "mesh=2 place=S1", timeout_ms),
+         program_pair(m->client, "p", sends(m) ? "b" : "a", sends(m) ? "mesh=2 place=S0" : "mesh=2 place=S1",
+                      timeout_ms),
          tb__now_ms());
     set_stage(m, REGISTER);
     tb_tensor t = {.size = sizeof t, .data = m->data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, p->columns}};
     tb_batch_opts batch = {.size = sizeof batch, .commit = p->is_shadow ? TB_SHADOW : TB_IN_PLACE};
-    must(m, guest_batch_create(m->client, "step", &batch, &m->batch), tb__now_ms());
-    must(m, guest_add(m->batch, "p", "w", &t), tb__now_ms());
-    must(m, guest_register(m->batch, timeout_ms), tb__now_ms());
+    must(m, program_batch_create(m->client, "step", &batch, &m->batch), tb__now_ms());
+    must(m, program_add(m->batch, "p", "w", &t), tb__now_ms());
+    must(m, program_register(m->batch, timeout_ms), tb__now_ms());
     set_stage(m, TRANSFER);
     for (uint32_t version = 1; version <= VERSIONS; version++) {
         for (int64_t i = 0; i < count && (sends(m) || !p->is_shadow); i++)
@@ -203,8 +204,8 @@ static void be_client(member *m, const char *path) {
     set_stage(m, ENDING);
     look_at_memory(m, TB_OK);
     if (p->seed % 3)
-        guest_batch_destroy(m->batch);
-    guest_close(m->client);
+        program_batch_destroy(m->batch);
+    program_close(m->client);
     end(m, DONE, "");
 }
 

@@ -7,7 +7,7 @@ enum { COUNT = 1000, VERSIONS = 3 };
 /* Group a and b have two ranks each. Tensor w is on rank 0 of both sides and goes through pair p, v on rank 1 and
  * through q; with `has_none`, there is no pair q. */
 typedef struct stages {
-    house house; /* first */
+    agent_scene agents; /* first */
     tb_commit commit;
     bool has_none;
     bool is_raw; /* b 1 speaks the protocol itself */
@@ -31,48 +31,48 @@ static bool holds(const uint32_t *data, uint32_t version) {
 static void by_client(rank *r) {
     const stages *o = (const stages *)r->scene;
     tb_batch_opts opts = {.size = sizeof opts, .commit = o->commit};
-    guest *client = open_client(r);
-    guest_batch *batch = NULL;
-    guest_status status = {0};
-    guest_pair_state pair = {0};
+    program *client = open_client(r);
+    program_batch *batch = NULL;
+    program_status status = {0};
+    program_pair_state pair = {0};
     uint32_t *data = calloc(COUNT, sizeof *data);
     tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     bool is_idle = o->has_none && r->index == 1;
     check(data);
-    check_ok(guest_pair(client, "p", other_group(r), layouts[0], 0));
+    check_ok(program_pair(client, "p", other_group(r), layouts[0], 0));
     if (!o->has_none)
-        check_ok(guest_pair(client, "q", other_group(r), layouts[1], 0));
-    check_ok(guest_batch_create(client, "step", &opts, &batch));
-    check_fails(guest_add_pair(batch, "z"), TB_INVALID, "there is no pair 'z'");
+        check_ok(program_pair(client, "q", other_group(r), layouts[1], 0));
+    check_ok(program_batch_create(client, "step", &opts, &batch));
+    check_fails(program_add_pair(batch, "z"), TB_INVALID, "there is no pair 'z'");
     if (!is_idle)
-        check_ok(guest_add(batch, r->index == 0 ? "p" : "q", r->index == 0 ? "w" : "v", &t));
+        check_ok(program_add(batch, r->index == 0 ? "p" : "q", r->index == 0 ? "w" : "v", &t));
     if (!o->has_none)
-        check_ok(guest_add_pair(batch, r->index == 0 ? "q" : "p"));
+        check_ok(program_add_pair(batch, r->index == 0 ? "q" : "p"));
     else if (is_idle)
-        check_ok(guest_add_pair(batch, "p"));
-    check_ok(guest_register(batch, 0));
-    check_fails(guest_add_pair(batch, "p"), TB_REFUSED, "has been registered");
+        check_ok(program_add_pair(batch, "p"));
+    check_ok(program_register(batch, 0));
+    check_fails(program_add_pair(batch, "p"), TB_REFUSED, "has been registered");
     for (uint32_t version = 1; version <= VERSIONS; version++) {
         fill(data, is_a(r) ? version : 99);
-        check_ok(guest_transfer(batch, is_a(r), NULL));
+        check_ok(program_transfer(batch, is_a(r), NULL));
         check(holds(data, is_idle && !is_a(r) ? 99 : version));
-        check_ok(guest_query(batch, &status));
+        check_ok(program_query(batch, &status));
         check(status.version == version && !status.is_mixed && !status.is_torn && strcmp(status.state, "idle") == 0);
-        check_ok(guest_query_pair(batch, "p", &pair));
+        check_ok(program_query_pair(batch, "p", &pair));
         check(pair.status == TB_OK && pair.version == version);
         meet(r);
     }
     if (!o->has_none) {
         meet(r);
-        check_ok(guest_remove_pair(batch, "q"));
+        check_ok(program_remove_pair(batch, "q"));
         meet(r);
         fill(data, is_a(r) ? 7 : 99);
-        check_ok(guest_transfer(batch, is_a(r), NULL));
+        check_ok(program_transfer(batch, is_a(r), NULL));
         check(holds(data, is_a(r) || r->index == 0 ? 7 : 99));
         meet(r);
     }
-    guest_batch_destroy(batch);
-    guest_close(client);
+    program_batch_destroy(batch);
+    program_close(client);
     free(data);
 }
 
@@ -119,7 +119,7 @@ static void test_idle_ranks(void **state) {
     (void)state;
     for (int i = 0; i < 6; i++) {
         stages s = {.commit = i % 2 ? TB_SHADOW : TB_IN_PLACE, .has_none = i >= 2, .is_raw = i == 4};
-        run_house(&s.house, body, 2, 2);
+        run_agent_scene(&s.agents, body, 2, 2);
     }
 }
 

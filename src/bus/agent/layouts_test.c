@@ -34,30 +34,30 @@ static void make_layout(uint64_t seed, char *out, size_t room) {
     snprintf(out + n, room - n, ")");
 }
 
-static void move_once(rank *r, guest *client, uint32_t round) {
+static void move_once(rank *r, program *client, uint32_t round) {
     part parts[TENSORS];
     char layouts[TENSORS][16 * EXPERTS], name[32];
-    guest_batch *batch = NULL;
-    check_ok(guest_batch_create(client, "step", NULL, &batch));
+    program_batch *batch = NULL;
+    check_ok(program_batch_create(client, "step", NULL, &batch));
     for (int i = 0; i < TENSORS; i++) {
         make_layout(round * TENSORS + (uint32_t)i, layouts[i], sizeof layouts[i]);
         part_init(&parts[i], is_a(r) ? "mesh=2 place=S0" : layouts[i], r->index, EXPERTS, COLUMNS);
         tb_tensor t = part_tensor(&parts[i]);
         t.layout = is_a(r) ? NULL : layouts[i];
         snprintf(name, sizeof name, "experts.%d", i);
-        check_ok(guest_add(batch, "p", name, &t));
+        check_ok(program_add(batch, "p", name, &t));
         if (is_a(r))
             part_fill(&parts[i], round + (uint32_t)i);
         else
             part_poison(&parts[i]);
     }
-    check_ok(guest_register(batch, 0));
-    check_ok(guest_transfer(batch, is_a(r), NULL));
+    check_ok(program_register(batch, 0));
+    check_ok(program_transfer(batch, is_a(r), NULL));
     for (int i = 0; i < TENSORS; i++) {
         check(part_holds(&parts[i], round + (uint32_t)i));
         part_fini(&parts[i]);
     }
-    guest_batch_destroy(batch);
+    program_batch_destroy(batch);
 }
 
 /* The number of the agent's report after `key`. */
@@ -82,8 +82,8 @@ static size_t heap_nbytes(void) {
 
 static void new_layouts(rank *r) {
     size_t before = 0;
-    guest *client = open_client(r);
-    check_ok(guest_pair(client, "p", other_group(r), "mesh=2 place=S0", 0));
+    program *client = open_client(r);
+    check_ok(program_pair(client, "p", other_group(r), "mesh=2 place=S0", 0));
     for (uint32_t round = 0; round < ROUNDS; round++) {
         move_once(r, client, round);
         meet(r);
@@ -101,51 +101,51 @@ static void new_layouts(rank *r) {
     move_once(r, client, ROUNDS - 1); /* what was used last is still there */
     check(plans_of(r, "\"hits\":") == hits + 1 && plans_of(r, "\"misses\":") == misses);
     meet(r);
-    guest_close(client);
+    program_close(client);
 }
 
 static void test_new_layouts(void **state) {
     (void)state;
-    house h = {.plan_bytes = LIMIT};
-    run_house(&h, new_layouts, SIDE, SIDE);
+    agent_scene h = {.plan_bytes = LIMIT};
+    run_agent_scene(&h, new_layouts, SIDE, SIDE);
 }
 
 /* Without layouts, each seat has tensors of its own. */
 static void own_parts(rank *r) {
     uint32_t rows[8], scalar = POISON, count = 5 + (uint32_t)r->index;
-    guest_batch *batch = NULL;
-    guest *client = open_client(r);
+    program_batch *batch = NULL;
+    program *client = open_client(r);
     bool answer = true;
     tb_tensor t = {.size = sizeof t, .data = rows, .dtype = TB_U32, .ndim = 1, .shape = {count}};
     tb_tensor s = {.size = sizeof s, .data = &scalar, .dtype = TB_U32};
-    check_ok(guest_pair(client, "p", other_group(r), NULL, 0));
-    check_ok(guest_batch_create(client, "step", NULL, &batch));
-    check_ok(guest_add(batch, "p", "rows", &t));
-    check_ok(guest_add(batch, "p", "scalar", &s));
+    check_ok(program_pair(client, "p", other_group(r), NULL, 0));
+    check_ok(program_batch_create(client, "step", NULL, &batch));
+    check_ok(program_add(batch, "p", "rows", &t));
+    check_ok(program_add(batch, "p", "scalar", &s));
     for (uint32_t i = 0; i < 8; i++)
         rows[i] = is_a(r) ? 100 * count + i : POISON;
     scalar = is_a(r) ? count : POISON;
     check_fails(tb_batch_signal(batch->batch, NULL, 1, 0, &answer), TB_REFUSED, "has not been registered");
-    check_ok(guest_register(batch, 0));
+    check_ok(program_register(batch, 0));
     meet(r);
     check_ok(tb_batch_signal(batch->batch, NULL, 1, 0, &answer)); /* asked before anything is sent */
     check(!answer);
     check_fails(tb_batch_signal(batch->batch, other_group(r), 2, 0, &answer), TB_INVALID,
                 "no registered pair of group");
     meet(r);
-    check_ok(guest_transfer(batch, is_a(r), NULL));
+    check_ok(program_transfer(batch, is_a(r), NULL));
     for (uint32_t i = 0; i < 8; i++)
         check(rows[i] == (is_a(r) || i < count ? 100 * count + i : POISON));
     check(scalar == count);
     meet(r);
-    guest_batch_destroy(batch);
-    guest_close(client);
+    program_batch_destroy(batch);
+    program_close(client);
 }
 
 static void test_own_parts(void **state) {
     (void)state;
-    house h = {0};
-    run_house(&h, own_parts, SIDE, SIDE);
+    agent_scene h = {0};
+    run_agent_scene(&h, own_parts, SIDE, SIDE);
 }
 
 int main(void) {

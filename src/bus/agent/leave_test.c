@@ -16,8 +16,8 @@ enum { COUNT = 200000, BROKEN = 99 };
 
 typedef struct user {
     int side;
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     uint32_t *data;
     bool is_shared;
 } user;
@@ -29,21 +29,21 @@ static uint32_t value_of(uint32_t version, size_t i) {
 static tb_status open_user(user *u, const char *path, const char *name, bool is_shadow) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
     tb_batch_opts batch = {.size = sizeof batch, .commit = is_shadow ? TB_SHADOW : TB_IN_PLACE};
-    TB_TRY(guest_connect(path, &opts, &u->client));
+    TB_TRY(program_connect(path, &opts, &u->client));
     if (u->is_shared)
         TB_TRY(tb_alloc(COUNT * sizeof *u->data, (void **)&u->data));
     else
         u->data = malloc(COUNT * sizeof *u->data);
-    TB_TRY(guest_pair(u->client, name, two_groups[!u->side], "mesh=1 place=R", 0));
-    TB_TRY(guest_batch_create(u->client, name, &batch, &u->batch));
+    TB_TRY(program_pair(u->client, name, two_groups[!u->side], "mesh=1 place=R", 0));
+    TB_TRY(program_batch_create(u->client, name, &batch, &u->batch));
     tb_tensor t = {.size = sizeof t, .data = u->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-    TB_TRY(guest_add(u->batch, name, "w", &t));
-    return guest_register(u->batch, 0);
+    TB_TRY(program_add(u->batch, name, "w", &t));
+    return program_register(u->batch, 0);
 }
 
 static void close_user(user *u) {
-    guest_batch_destroy(u->batch);
-    guest_close(u->client);
+    program_batch_destroy(u->batch);
+    program_close(u->client);
     if (u->is_shared)
         tb_free(u->data);
     else
@@ -82,10 +82,10 @@ static int play(const char *path, const char *arg) {
     u.is_shared = round / 2 % 2;
     must(&u, name, open_user(&u, path, name, round / 4 % 2) == TB_OK, "open");
     fill(&u, 1);
-    guest_transfer_opts opts = {.no_wait = round / 8 % 2};
-    must(&u, name, guest_transfer(u.batch, u.side == 0, &opts) == TB_OK, "transfer");
+    program_transfer_opts opts = {.no_wait = round / 8 % 2};
+    must(&u, name, program_transfer(u.batch, u.side == 0, &opts) == TB_OK, "transfer");
     if (opts.no_wait)
-        must(&u, name, guest_wait(u.batch, u.side == 0, TB_COMMITTED, -1) == TB_OK, "wait");
+        must(&u, name, program_wait(u.batch, u.side == 0, TB_COMMITTED, -1) == TB_OK, "wait");
     if (u.side == 0 && round % 2 == 0)
         _exit(0);
     must(&u, name, holds(&u, 1), "an element is wrong");
@@ -134,7 +134,7 @@ static void *call_main(void *arg) {
     if (c->what == OPEN)
         c->status = open_user(c->user, c->agent->path, "p", c->is_shadow);
     else
-        c->status = guest_transfer(c->user->batch, c->user->side == 0, NULL);
+        c->status = program_transfer(c->user->batch, c->user->side == 0, NULL);
     snprintf(c->why, sizeof c->why, "%s", c->status == TB_OK ? "" : tb_error_detail());
     if (c->what == MOVE && c->kills)
         kill(c->agent->pid, SIGKILL);
@@ -189,7 +189,7 @@ static void agents_end_when_they_are_through(void **state) {
 
 static void *receive_next(void *arg) {
     call *c = arg;
-    c->status = guest_transfer(c->user->batch, false, NULL);
+    c->status = program_transfer(c->user->batch, false, NULL);
     snprintf(c->why, sizeof c->why, "%s", c->status == TB_OK ? "" : tb_error_detail());
     return NULL;
 }
@@ -200,13 +200,13 @@ static void idle_clients_hear_of_the_next(void **state) {
     call calls[2];
     open_both(s, users, calls, false);
     for (uint32_t round = 1; round <= 2; round++) {
-        guest_transfer_opts hasty = {.timeout_ms = 1};
+        program_transfer_opts hasty = {.timeout_ms = 1};
         for (int i = 0; i < GIVEN_UP; i++)
-            assert_int_equal(guest_transfer(users[0].batch, true, &hasty), TB_TIMEOUT);
+            assert_int_equal(program_transfer(users[0].batch, true, &hasty), TB_TIMEOUT);
         fill(&users[0], round);
         fill(&users[1], round);
         assert_int_equal(pthread_create(&calls[1].thread, NULL, receive_next, &calls[1]), 0);
-        assert_ok(guest_transfer(users[0].batch, true, NULL));
+        assert_ok(program_transfer(users[0].batch, true, NULL));
         assert_int_equal(pthread_join(calls[1].thread, NULL), 0);
         if (calls[1].status != TB_OK)
             fail_msg("%s", calls[1].why);

@@ -7,7 +7,7 @@
 #include "base/process.h"
 
 #include "../tests/support/asserts.h"
-#include "../tests/support/guest.h"
+#include "../tests/support/program.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -63,10 +63,10 @@ static inline void begin_agent(agent_process *a, const char *folder, const char 
 
 /* Once it listens it takes part; until then a program waits for it. */
 static inline void await_agent(const agent_process *a) {
-    guest *c = NULL;
+    program *c = NULL;
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
-    assert_ok(guest_connect(a->path, &opts, &c));
-    guest_close(c);
+    assert_ok(program_connect(a->path, &opts, &c));
+    program_close(c);
 }
 
 /* The exit status, or minus the signal; a process that does not end is a failure. */

@@ -26,8 +26,8 @@ typedef struct host {
     const agent_process *agent;
     int side; /* 0 sends */
     int64_t versions;
-    guest *client;
-    guest_batch *batch;
+    program *client;
+    program_batch *batch;
     uint32_t *shared, *private;
     char failure[600];
     struct use {
@@ -38,35 +38,35 @@ typedef struct host {
 
 static tb_status open_batch(host *h) {
     tb_tensor t = {.size = sizeof t, .data = h->shared, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
-    TB_TRY(guest_batch_create(h->client, "step", NULL, &h->batch));
-    TB_TRY(guest_add(h->batch, "p", "shared", &t));
+    TB_TRY(program_batch_create(h->client, "step", NULL, &h->batch));
+    TB_TRY(program_add(h->batch, "p", "shared", &t));
     t.data = h->private;
-    TB_TRY(guest_add(h->batch, "p", "private", &t));
-    return guest_register(h->batch, PATIENCE_MS);
+    TB_TRY(program_add(h->batch, "p", "private", &t));
+    return program_register(h->batch, PATIENCE_MS);
 }
 
 static void close_batch(host *h) {
-    guest_batch_destroy(h->batch);
+    program_batch_destroy(h->batch);
     h->batch = NULL;
 }
 
 static tb_status open_client(host *h) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
-    TB_TRY(guest_connect(h->agent->path, &opts, &h->client));
-    return guest_pair(h->client, "p", h->side ? "a" : "b", "mesh=1 place=R", PATIENCE_MS);
+    TB_TRY(program_connect(h->agent->path, &opts, &h->client));
+    return program_pair(h->client, "p", h->side ? "a" : "b", "mesh=1 place=R", PATIENCE_MS);
 }
 
 static void close_client(host *h) {
     close_batch(h);
-    guest_close(h->client);
+    program_close(h->client);
     h->client = NULL;
 }
 
 static tb_status move_version(host *h, uint32_t version) {
-    guest_transfer_opts opts = {.timeout_ms = PATIENCE_MS};
+    program_transfer_opts opts = {.timeout_ms = PATIENCE_MS};
     for (uint32_t i = 0; i < COUNT; i++)
         h->shared[i] = h->private[i] = h->side ? 0 : version + i;
-    TB_TRY(guest_transfer(h->batch, h->side == 0, &opts));
+    TB_TRY(program_transfer(h->batch, h->side == 0, &opts));
     for (uint32_t i = 0; i < COUNT; i++) {
         if (h->shared[i] != version + i || h->private[i] != version + i)
             return tb_error_set(TB_INVALID, "what has arrived is not what was sent");
@@ -91,7 +91,7 @@ static tb_status go_through(host *h, int64_t version) {
     return TB_OK;
 }
 
-static void *host_main(void *arg) {
+static void *program_main(void *arg) {
     host *h = arg;
     for (int64_t version = -WARM_UP; version < h->versions && !h->failure[0]; version++) {
         if (go_through(h, version) != TB_OK)
@@ -128,7 +128,7 @@ static void test_soak(void **state) {
         assert_non_null(hosts[i].uses = calloc((size_t)versions, sizeof *hosts[i].uses));
     }
     for (int i = 0; i < 2; i++)
-        assert_int_equal(pthread_create(&threads[i], NULL, host_main, &hosts[i]), 0);
+        assert_int_equal(pthread_create(&threads[i], NULL, program_main, &hosts[i]), 0);
     for (int i = 0; i < 2; i++)
         pthread_join(threads[i], NULL);
     for (int i = 2; i-- > 0;)

@@ -163,7 +163,6 @@ bool tb__remote_is_half_changed(const remote_world *world);
 bool tb__remote_is_inherited(const remote_world *world);
 void tb__remote_unref(remote_world *world); /* without the lock */
 int tb__remote_timeout(const remote_world *world, int timeout_ms);
-const remote_seat *tb__remote_find_seat(const remote_world *world, const char *group); /* NULL: there is none */
 /* Waits for the reply to a pair that was made with no_wait. */
 tb_status tb__remote_await_pair(remote_pair *pair, int64_t deadline_ms);
 void tb__remote_pair_unref(remote_pair *pair);

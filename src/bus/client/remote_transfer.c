@@ -97,8 +97,6 @@ static tb_status check_begin(const remote_batch *b, bool is_send, const tb_trans
     if (b->transfers[is_send])
         return tb__fail(TB_REFUSED, "batch '%s' is already being %s; destroy that transfer first", b->name,
                         is_send ? "sent" : "received");
-    if (o->group && !tb__remote_find_seat(b->world, o->group) && b->world->seats.count > 1)
-        return tb__fail(TB_INVALID, "this process is not in group '%.100s'", o->group);
     return TB_OK;
 }
 
@@ -140,7 +138,7 @@ static tb_status begin_transfer(remote_transfer *t) {
                      .hold = o->hold || (o->committing && !t->is_send && b->opts.commit == TB_SHADOW),
                      .skip_lost = o->skip_lost,
                      .whole_group = o->whole_group,
-                     .group_name = b->world->seats.count > 1 ? o->group : NULL};
+                     .group_name = o->group};
     TB_TRY(tb__link_post(b->world->link, &m, NULL, 0, t->deadline_ms, &t->seq));
     tb_status status = tb__link_await_reply(b->world->link, t->seq, t->deadline_ms, "begun the transfer", &reply);
     if (!reply)

@@ -22,7 +22,7 @@ int tb__remote_timeout(const remote_world *w, int timeout_ms) {
     return timeout_ms > 0 ? timeout_ms : w->timeout_ms;
 }
 
-const remote_seat *tb__remote_find_seat(const remote_world *w, const char *group) {
+static const remote_seat *find_seat(const remote_world *w, const char *group) {
     for (size_t i = 0; i < w->seats.count; i++) {
         if (strcmp(w->seats.item[i].group, group) == 0)
             return &w->seats.item[i];
@@ -157,7 +157,7 @@ tb_status tb__remote_world_enter(tb_world *world, const char *group, int32_t ind
     tb__message m = {.kind = TB__ENTER, .group_name = group, .seat = (uint64_t)index, .seats = (uint64_t)size};
     TB_TRY(call(w, &m, w->timeout_ms, "entered the group", NULL));
     tb__link_lock(w->link);
-    tb_status status = tb__remote_find_seat(w, group) ? TB_OK : add_seat(w, group, index, size);
+    tb_status status = find_seat(w, group) ? TB_OK : add_seat(w, group, index, size);
     tb__link_unlock(w->link);
     return status;
 }
@@ -308,7 +308,7 @@ static tb_status init_pair(remote_pair *p, int timeout_ms, bool no_wait) {
 
 static tb_status new_pair(remote_world *w, const char *name, const char *group, const char *remote, const char *layout,
                           remote_pair **out) {
-    const remote_seat *seat = group ? tb__remote_find_seat(w, group) : &w->seats.item[0];
+    const remote_seat *seat = group ? find_seat(w, group) : &w->seats.item[0];
     if (!seat)
         return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
     if (strcmp(seat->group, remote) == 0)

@@ -1,7 +1,7 @@
 /* A program that uses an agent, as the tests of agents see it: pairs by their names, and for each batch its last
  * transfer in either direction. All of it is made of the calls that programs have. */
-#ifndef TB_TESTS_GUEST_H
-#define TB_TESTS_GUEST_H
+#ifndef TB_TESTS_PROGRAM_H
+#define TB_TESTS_PROGRAM_H
 
 #include "tensorbus/tensorbus.h"
 
@@ -9,11 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GUEST_PAIRS = 16, GUEST_BATCHES = 64 };
+enum { PROGRAM_PAIRS = 16, PROGRAM_BATCHES = 64 };
 
-typedef struct guest_batch guest_batch;
+typedef struct program_batch program_batch;
 
-typedef struct guest {
+typedef struct program {
     tb_world *world;
     const char *group;
     int32_t index, size;
@@ -21,27 +21,27 @@ typedef struct guest {
     struct {
         char name[64];
         tb_pair *pair;
-    } pairs[GUEST_PAIRS];
-    guest_batch *batches[GUEST_BATCHES];
-} guest;
+    } pairs[PROGRAM_PAIRS];
+    program_batch *batches[PROGRAM_BATCHES];
+} program;
 
-struct guest_batch {
-    guest *guest; /* NULL: it was closed */
+struct program_batch {
+    program *program; /* NULL: it was closed */
     tb_batch *batch;
     tb_transfer *last[2]; /* received, sent */
     bool was_send;
     uint64_t sent; /* the last version that was */
 };
 
-typedef struct guest_transfer_opts {
+typedef struct program_transfer_opts {
     int timeout_ms;
     bool no_wait, skip_lost, hold;
     const void *stream;
-} guest_transfer_opts;
+} program_transfer_opts;
 
-static inline tb_status guest_connect(const char *path, const tb_world_opts *opts, guest **out) {
+static inline tb_status program_connect(const char *path, const tb_world_opts *opts, program **out) {
     char address[400];
-    guest *g = calloc(1, sizeof *g);
+    program *g = calloc(1, sizeof *g);
     snprintf(address, sizeof address, "agent:%s", path);
     tb_status status = g ? tb_world_join(address, NULL, 0, 0, opts, &g->world) : TB_NO_MEMORY;
     if (status != TB_OK) {
@@ -53,7 +53,7 @@ static inline tb_status guest_connect(const char *path, const tb_world_opts *opt
     return TB_OK;
 }
 
-static inline tb_pair *guest_find_pair(const guest *g, const char *name) {
+static inline tb_pair *program_find_pair(const program *g, const char *name) {
     for (size_t i = 0; g && i < g->npairs; i++) {
         if (strcmp(g->pairs[i].name, name) == 0)
             return g->pairs[i].pair;
@@ -61,14 +61,15 @@ static inline tb_pair *guest_find_pair(const guest *g, const char *name) {
     return NULL;
 }
 
-static inline tb_status guest_lacks_pair(const char *name) {
+static inline tb_status program_lacks_pair(const char *name) {
     char sentence[100];
     snprintf(sentence, sizeof sentence, "there is no pair '%s'", name);
     return tb_error_set(TB_INVALID, sentence);
 }
 
 /* One that was made before is made again. */
-static inline tb_status guest_pair(guest *g, const char *name, const char *remote, const char *layout, int timeout_ms) {
+static inline tb_status program_pair(program *g, const char *name, const char *remote, const char *layout,
+                                     int timeout_ms) {
     tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms};
     size_t i = 0;
     while (i < g->npairs && strcmp(g->pairs[i].name, name) != 0)
@@ -77,7 +78,7 @@ static inline tb_status guest_pair(guest *g, const char *name, const char *remot
         tb_pair_destroy(g->pairs[i].pair);
         g->pairs[i] = g->pairs[--g->npairs];
     }
-    if (g->npairs == GUEST_PAIRS)
+    if (g->npairs == PROGRAM_PAIRS)
         return tb_error_set(TB_TOO_BIG, "the test has too many pairs");
     i = g->npairs;
     tb_status status = tb_pair_create(g->world, name, remote, layout, &opts, &g->pairs[i].pair);
@@ -88,24 +89,25 @@ static inline tb_status guest_pair(guest *g, const char *name, const char *remot
     return TB_OK;
 }
 
-static inline tb_status guest_batch_create(guest *g, const char *name, const tb_batch_opts *opts, guest_batch **out) {
-    guest_batch *b = calloc(1, sizeof *b);
+static inline tb_status program_batch_create(program *g, const char *name, const tb_batch_opts *opts,
+                                             program_batch **out) {
+    program_batch *b = calloc(1, sizeof *b);
     size_t i = 0;
-    while (i < GUEST_BATCHES && g->batches[i])
+    while (i < PROGRAM_BATCHES && g->batches[i])
         i++;
-    tb_status status = b && i < GUEST_BATCHES ? tb_batch_create(g->world, name, opts, &b->batch) : TB_NO_MEMORY;
+    tb_status status = b && i < PROGRAM_BATCHES ? tb_batch_create(g->world, name, opts, &b->batch) : TB_NO_MEMORY;
     if (status != TB_OK) {
         free(b);
         return status;
     }
-    b->guest = g;
+    b->program = g;
     g->batches[i] = b;
     *out = b;
     return TB_OK;
 }
 
 /* The agent has it no more. */
-static inline void guest_drop(guest_batch *b) {
+static inline void program_drop(program_batch *b) {
     tb_transfer_destroy(b->last[0]);
     tb_transfer_destroy(b->last[1]);
     b->last[0] = b->last[1] = NULL;
@@ -114,30 +116,30 @@ static inline void guest_drop(guest_batch *b) {
 }
 
 /* It can be made again by that name; of the batch nothing is left but to be destroyed. */
-static inline tb_status guest_cleanup(guest_batch *b) {
-    guest_drop(b);
+static inline tb_status program_cleanup(program_batch *b) {
+    program_drop(b);
     return TB_OK;
 }
 
-static inline void guest_batch_destroy(guest_batch *b) {
+static inline void program_batch_destroy(program_batch *b) {
     if (!b)
         return;
-    for (size_t i = 0; b->guest && i < GUEST_BATCHES; i++) {
-        if (b->guest->batches[i] == b)
-            b->guest->batches[i] = NULL;
+    for (size_t i = 0; b->program && i < PROGRAM_BATCHES; i++) {
+        if (b->program->batches[i] == b)
+            b->program->batches[i] = NULL;
     }
     if (b->batch)
-        guest_drop(b);
+        program_drop(b);
     free(b);
 }
 
-static inline void guest_close(guest *g) {
+static inline void program_close(program *g) {
     if (!g)
         return;
-    for (size_t i = 0; i < GUEST_BATCHES; i++) {
+    for (size_t i = 0; i < PROGRAM_BATCHES; i++) {
         if (g->batches[i]) {
-            guest_drop(g->batches[i]);
-            g->batches[i]->guest = NULL;
+            program_drop(g->batches[i]);
+            g->batches[i]->program = NULL;
         }
     }
     for (size_t i = 0; i < g->npairs; i++)
@@ -147,7 +149,7 @@ static inline void guest_close(guest *g) {
 }
 
 /* Those that are under way stay. */
-static inline void guest_end_transfers(guest_batch *b) {
+static inline void program_end_transfers(program_batch *b) {
     for (int i = 0; i < 2; i++) {
         tb_transfer_state state = {.size = sizeof state};
         if (b->last[i] && tb_transfer_query(b->last[i], &state) == TB_OK && state.status == TB_OK &&
@@ -158,28 +160,28 @@ static inline void guest_end_transfers(guest_batch *b) {
     }
 }
 
-static inline tb_status guest_add(guest_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
-    tb_pair *p = guest_find_pair(b->guest, pair);
-    guest_end_transfers(b);
-    return p ? tb_batch_add(b->batch, p, name, tensor) : guest_lacks_pair(pair);
+static inline tb_status program_add(program_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
+    tb_pair *p = program_find_pair(b->program, pair);
+    program_end_transfers(b);
+    return p ? tb_batch_add(b->batch, p, name, tensor) : program_lacks_pair(pair);
 }
 
-static inline tb_status guest_add_pair(guest_batch *b, const char *pair) {
-    tb_pair *p = guest_find_pair(b->guest, pair);
-    return p ? tb_batch_add_pair(b->batch, p) : guest_lacks_pair(pair);
+static inline tb_status program_add_pair(program_batch *b, const char *pair) {
+    tb_pair *p = program_find_pair(b->program, pair);
+    return p ? tb_batch_add_pair(b->batch, p) : program_lacks_pair(pair);
 }
 
-static inline tb_status guest_register(guest_batch *b, int timeout_ms) {
+static inline tb_status program_register(program_batch *b, int timeout_ms) {
     return tb_batch_register(b->batch, timeout_ms);
 }
 
-static inline tb_status guest_remove_pair(guest_batch *b, const char *pair) {
-    tb_pair *p = guest_find_pair(b->guest, pair);
-    guest_end_transfers(b);
-    return p ? tb_batch_remove_pair(b->batch, p) : guest_lacks_pair(pair);
+static inline tb_status program_remove_pair(program_batch *b, const char *pair) {
+    tb_pair *p = program_find_pair(b->program, pair);
+    program_end_transfers(b);
+    return p ? tb_batch_remove_pair(b->batch, p) : program_lacks_pair(pair);
 }
 
-static inline tb_status guest_wait(guest_batch *b, bool is_send, tb_event event, int timeout_ms) {
+static inline tb_status program_wait(program_batch *b, bool is_send, tb_event event, int timeout_ms) {
     tb_transfer_state state = {.size = sizeof state};
     tb_status status = tb_wait(b->last[is_send], event, timeout_ms);
     if (status == TB_OK && is_send && event == TB_COMMITTED && tb_transfer_query(b->last[1], &state) == TB_OK)
@@ -187,20 +189,20 @@ static inline tb_status guest_wait(guest_batch *b, bool is_send, tb_event event,
     return status;
 }
 
-static inline tb_status guest_stream_wait(guest_batch *b, bool is_send, tb_event event, const void *stream) {
+static inline tb_status program_stream_wait(program_batch *b, bool is_send, tb_event event, const void *stream) {
     return tb_stream_wait(b->last[is_send], event, stream);
 }
 
-static inline tb_status guest_proceed(guest_batch *b) {
+static inline tb_status program_proceed(program_batch *b) {
     return tb_proceed(b->last[0]);
 }
 
-static inline int guest_fd(const guest_batch *b, bool is_send) {
+static inline int program_fd(const program_batch *b, bool is_send) {
     return tb_transfer_fd(b->last[is_send]);
 }
 
 /* Begins, and waits for the end unless no_wait is set. An earlier transfer that has ended is destroyed before. */
-static inline tb_status guest_transfer(guest_batch *b, bool is_send, const guest_transfer_opts *opts) {
+static inline tb_status program_transfer(program_batch *b, bool is_send, const program_transfer_opts *opts) {
     tb_transfer_opts o = {.size = sizeof o};
     tb_transfer_state state = {.size = sizeof state};
     if (opts) {
@@ -220,10 +222,10 @@ static inline tb_status guest_transfer(guest_batch *b, bool is_send, const guest
         return status;
     b->last[is_send] = t;
     b->was_send = is_send;
-    return opts && opts->no_wait ? TB_OK : guest_wait(b, is_send, TB_COMMITTED, -1);
+    return opts && opts->no_wait ? TB_OK : program_wait(b, is_send, TB_COMMITTED, -1);
 }
 
-typedef struct guest_status {
+typedef struct program_status {
     const char *state; /* "idle", "sending", "receiving", "failed" */
     bool transfer_signal;
     uint64_t version; /* the last that was received, or of a batch that was only sent, sent */
@@ -233,13 +235,13 @@ typedef struct guest_status {
     char error[512];
     unsigned events;
     bool is_torn, is_mixed;
-} guest_status;
+} program_status;
 
-static inline tb_status guest_query(guest_batch *b, guest_status *out) {
+static inline tb_status program_query(program_batch *b, program_status *out) {
     tb_batch_state batch = {.size = sizeof batch};
     tb_transfer_state t = {.size = sizeof t}, other = {.size = sizeof other};
     bool is_send = b->was_send;
-    *out = (guest_status){.state = "idle"};
+    *out = (program_status){.state = "idle"};
     if (b->last[!is_send] && tb_transfer_query(b->last[!is_send], &other) == TB_OK && other.status == TB_OK &&
         !(other.events & TB_COMMITTED))
         is_send = !is_send; /* it is still under way */
@@ -266,20 +268,20 @@ static inline tb_status guest_query(guest_batch *b, guest_status *out) {
     return TB_OK;
 }
 
-typedef struct guest_pair_state {
+typedef struct program_pair_state {
     tb_status status;
     char error[512];
     uint64_t version;
     bool is_torn;
-} guest_pair_state;
+} program_pair_state;
 
 /* The pair's part of the last transfer, and the version that it has. */
-static inline tb_status guest_query_pair(guest_batch *b, const char *pair, guest_pair_state *out) {
-    tb_pair *p = guest_find_pair(b->guest, pair);
+static inline tb_status program_query_pair(program_batch *b, const char *pair, program_pair_state *out) {
+    tb_pair *p = program_find_pair(b->program, pair);
     tb_transfer_state t = {.size = sizeof t};
-    *out = (guest_pair_state){0};
+    *out = (program_pair_state){0};
     if (!p)
-        return guest_lacks_pair(pair);
+        return program_lacks_pair(pair);
     tb_status status = b->last[b->was_send] ? tb_transfer_pair(b->last[b->was_send], p, &t) : TB_OK;
     if (status == TB_OK && t.status != TB_OK)
         snprintf(out->error, sizeof out->error, "%s", tb_error_detail());
