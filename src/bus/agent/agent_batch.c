@@ -74,15 +74,15 @@ static tb_status check_inside(const tb__payload_memory *m, size_t nbytes) {
 }
 
 static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__client_file **out) {
-    struct known_area *known = m->fd < f->job->nfds ? &f->files[m->fd] : NULL;
+    bool is_known = m->fd < f->job->nfds && f->files[m->fd].user == f->batch_pair;
+    agent_area area = is_known ? f->files[m->fd].area : (agent_area){0};
     size_t nbytes;
-    if (!known || known->user != f->batch_pair) {
-        agent_area area = {0};
+    if (!is_known) {
         TB_TRY(map_file(f->job, m->fd, "its memory is", &area.file));
         TB_TRY(keep_area(f, area));
-        *known = (struct known_area){f->batch_pair, area};
+        f->files[m->fd] = (struct known_area){f->batch_pair, area};
     }
-    *out = known->area.file;
+    *out = area.file;
     TB_TRY(tb__client_file_size(*out, &nbytes));
     return check_inside(m, nbytes);
 }
@@ -102,14 +102,14 @@ static const char *note_device(agent_batch *b, const char *name) {
 
 static tb_status map_device_memory(filling *f, const tb__payload_memory *m, char **out, const char **device) {
     agent_job *job = f->job;
-    struct known_area *known = m->fd < job->message.memories.count ? &f->memories[m->fd] : NULL;
-    if (!known || known->user != f->batch_pair) {
-        agent_area area = {0};
+    bool is_known = m->fd < job->message.memories.count && f->memories[m->fd].user == f->batch_pair;
+    agent_area area = is_known ? f->memories[m->fd].area : (agent_area){0};
+    if (!is_known) {
         TB_TRY(tb__agent_map_memory(job, m->fd, &area.memory));
         TB_TRY(keep_area(f, area));
-        *known = (struct known_area){f->batch_pair, area};
+        f->memories[m->fd] = (struct known_area){f->batch_pair, area};
     }
-    const tb__adopted *adopted = known->area.memory->adopted;
+    const tb__adopted *adopted = area.memory->adopted;
     TB_TRY(check_inside(m, adopted->memory.nbytes));
     *out = (char *)adopted->memory.base + m->offset;
     *device = note_device(job->batch, tb__device_unit_name(adopted->device, adopted->memory.index));

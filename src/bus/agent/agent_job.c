@@ -117,11 +117,10 @@ static void free_job(agent_job *job) {
     tb__arena_fini(&job->arena);
     tb__agent_job_drop_frame(job);
     job->agent->njobs--;
-    if (job->session)
+    job->agent->nbegun -= job->is_begun;
+    if (job->session) {
         job->session->njobs--;
-    if (job->is_begun) {
-        job->agent->nbegun--;
-        job->session->nbegun--;
+        job->session->nbegun -= job->is_begun;
     }
     free(job);
 }

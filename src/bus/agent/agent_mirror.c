@@ -42,13 +42,13 @@ tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, cons
                                const tb__client_maps *maps, agent_mirror **out) {
     uint64_t at = file ? m->offset : m->address;
     size_t i = find_mirror(b, file, at);
-    agent_mirror **place = b->mirrors.item ? &b->mirrors.item[i] : NULL;
-    if (i < b->mirrors.count && (*place)->file == file && (*place)->at < at + m->nbytes) {
-        if ((*place)->at != at || (*place)->nbytes != m->nbytes)
+    agent_mirror *known = i < b->mirrors.count ? b->mirrors.item[i] : NULL;
+    if (known && known->file == file && known->at < at + m->nbytes) {
+        if (known->at != at || known->nbytes != m->nbytes)
             return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
                                         "tb_alloc");
-        (*place)->refs++;
-        *out = *place;
+        known->refs++;
+        *out = known;
         return TB_OK;
     }
     if (!file)
@@ -56,7 +56,7 @@ tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, cons
     if (!tb__vec_reserve(&b->mirrors, 1))
         return TB_NO_MEMORY;
     TB_TRY(new_mirror(file, at, m->nbytes, out));
-    place = &b->mirrors.item[i];
+    agent_mirror **place = &b->mirrors.item[i];
     memmove(place + 1, place, (b->mirrors.count++ - i) * sizeof *place);
     *place = *out;
     return TB_OK;
