@@ -89,7 +89,7 @@ static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__c
 
 /* For reports; the last place is for all that have none of their own. Returns the name with the batch's lifetime. */
 static const char *note_device(agent_batch *b, const char *name) {
-    const size_t most = sizeof b->devices / sizeof *b->devices;
+    const size_t most = TB__AGENT_MAX_DEVICES;
     size_t i = 0;
     pthread_mutex_lock(&b->lock);
     while (i + 1 < most && b->devices[i][0] && strcmp(b->devices[i], name) != 0)

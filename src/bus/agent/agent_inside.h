@@ -21,6 +21,7 @@
 
 enum {
     TB__AGENT_MAX_FDS = 4096,      /* of one frame */
+    TB__AGENT_MAX_DEVICES = 8,     /* that are named in the report of a batch */
     TB__AGENT_MAX_COMMANDS = 64,   /* commands of a client that run */
     TB__AGENT_MAX_THREADS = 1024,  /* commands of all clients that run; each has a thread */
     TB__AGENT_MAX_BACKGROUND = 64, /* background jobs that run; the others wait */
@@ -134,30 +135,30 @@ typedef struct agent_batch {
     size_t nmapped;                       /* areas of its pairs that are not mirrors */
     /* The file with the batch's mark; NULL: there is none. */
     tb__client_file *mark_file;
-    uint64_t round;            /* the number of RegisterTensors */
-    bool is_changing;          /* pairs are being added or removed */
-    size_t njobs;              /* that use it */
-    agent_job *cleanup_job;    /* the job that is answered when the batch is gone */
-    atomic_bool is_cancelled;  /* a registration or question that is under way has to end */
-    pthread_mutex_t lock;      /* guards what follows */
-    pthread_cond_t unused;     /* one of nusers, or is_delivering, has changed */
-    tb_batch *registering;     /* the batch, while it or a further pair is being registered */
-    bool is_ending;            /* to be destroyed when its last job has ended */
-    char devices[8][64];       /* that its tensors are on: "host", "cuda:0" */
-    bool is_busy[2];           /* there is a job, by direction ... */
-    tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
-    bool is_given_up[2];       /* it has to end */
-    size_t nusers[2];          /* other jobs that use transfers[] ... */
-    uint64_t ngroups;          /* ... and how many groups of tensors they have written to the client's memory */
-    bool is_delivering;        /* the client's memory is being written */
-    atomic_bool is_delivered;  /* the client's memory has what the last receive has brought */
-    tb_transfer_state last;    /* the state of the last one that ended ... */
-    bool was_send;             /* ... and its direction */
-    uint64_t version;          /* the last that all pairs had together */
-    bool is_mixed;             /* the pairs' versions differ */
-    tb_batch_state received;   /* of receives only, as far as the client has it */
-    bool is_abandoned;         /* the client's connection has ended: its memory must not be written any more */
-    char error[TB__WHY_MAX];   /* of the last one, if it failed */
+    uint64_t round;                          /* the number of RegisterTensors */
+    bool is_changing;                        /* pairs are being added or removed */
+    size_t njobs;                            /* that use it */
+    agent_job *cleanup_job;                  /* the job that is answered when the batch is gone */
+    atomic_bool is_cancelled;                /* a registration or question that is under way has to end */
+    pthread_mutex_t lock;                    /* guards what follows */
+    pthread_cond_t unused;                   /* one of nusers, or is_delivering, has changed */
+    tb_batch *registering;                   /* the batch, while it or a further pair is being registered */
+    bool is_ending;                          /* to be destroyed when its last job has ended */
+    char devices[TB__AGENT_MAX_DEVICES][64]; /* that its tensors are on: "host", "cuda:0" */
+    bool is_busy[2];                         /* there is a job, by direction ... */
+    tb_transfer *transfers[2];               /* ... and its transfer, once it has begun */
+    bool is_given_up[2];                     /* it has to end */
+    size_t nusers[2];                        /* other jobs that use transfers[] ... */
+    uint64_t ngroups;         /* ... and how many groups of tensors they have written to the client's memory */
+    bool is_delivering;       /* the client's memory is being written */
+    atomic_bool is_delivered; /* the client's memory has what the last receive has brought */
+    tb_transfer_state last;   /* the state of the last one that ended ... */
+    bool was_send;            /* ... and its direction */
+    uint64_t version;         /* the last that all pairs had together */
+    bool is_mixed;            /* the pairs' versions differ */
+    tb_batch_state received;  /* of receives only, as far as the client has it */
+    bool is_abandoned;        /* the client's connection has ended: its memory must not be written any more */
+    char error[TB__WHY_MAX];  /* of the last one, if it failed */
 } agent_batch;
 
 /* A command that is being run, or background work (`work`). */

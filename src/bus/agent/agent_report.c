@@ -142,7 +142,7 @@ static json_t *report_batch(agent_batch *b, bool lists_tensors) {
         if (b->is_busy[i])
             json_array_append_new(transfers, report_transfer(&now, i == 1));
     }
-    for (size_t i = 0, at = 0; i < sizeof b->devices / sizeof *b->devices && b->devices[i][0]; i++)
+    for (size_t i = 0, at = 0; i < TB__AGENT_MAX_DEVICES && b->devices[i][0]; i++)
         at += (size_t)snprintf(devices + at, sizeof devices - at, "%s%s", i ? "," : "", b->devices[i]);
     uint64_t nbytes = 0;
     size_t ntensors = 0;
