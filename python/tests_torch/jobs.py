@@ -42,15 +42,21 @@ class Seat:
         return tb.join(self.url, group=self.group, **{"timeout": 60.0, **options})
 
 
-def run(folder: Path, file: str, functions: dict[str, tuple[int, str]], **args: Any) -> dict[str, list[Any]]:
+def run(
+    folder: Path, file: str, functions: dict[str, tuple[int, str]], patience: float = PATIENCE_S, **args: Any
+) -> dict[str, list[Any]]:
     """Starts a job for each group, {group: (number of ranks, function)}; returns what its ranks have returned."""
-    env = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = os.environ | {
+        "PYTHONPATH": f"{Path(file).parent}:{HERE}:{HERE.parent}",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     jobs = {}
     for group, (size, function) in functions.items():
         command = [sys.executable, __file__, str(folder), Path(file).stem, group, str(size), function, json.dumps(args)]
         log = (folder / f"{group}.log").open("w")
         jobs[group] = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + patience
     try:
         codes = {group: job.wait(max(0.1, until - time.monotonic())) for group, job in jobs.items()}
     finally:

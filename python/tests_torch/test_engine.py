@@ -107,6 +107,19 @@ def test_a_loader_that_looks_at_values_differs_from_its_trace() -> None:
     )
 
 
+def test_weights_that_something_else_has_changed() -> None:
+    """What another module does after loading is seen in the bytes."""
+    c = em.Config(layers=1)
+    checkpoint = em.random_checkpoint(c, 1)
+    model = em.cold_load(c, checkpoint)
+    model.layers[0].down.weight.data[2, 3] += 1
+    found = engine.trace(model, headers(checkpoint), process=em.process, loaded=checkpoint)
+    assert {m.name for m in found.modules.values() if m.reason} == {"layers.0.norm", "layers.0.packed", "layers.0.down"}
+    assert found.modules["layers.0.down"].reason == (
+        "'weight' has other bytes now than its trace makes of the checkpoint"
+    )
+
+
 VIEWS: dict[str, Any] = {
     "transpose": lambda t: t.transpose(0, 2),
     "permute": lambda t: t.permute(1, 2, 0),

@@ -31,6 +31,7 @@ class Trace:
     """What one rank of an engine wants of a checkpoint. It can be pickled, for the other ranks."""
 
     shapes: dict[str, tuple[int, ...]]  # of all checkpoint tensors
+    dtypes: dict[str, Any]
     modules: dict[str, Module] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # tensors with which the loader has failed, and its error
 
@@ -59,12 +60,14 @@ def trace(
     *,
     restored: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
     process: Callable[[Any], None] | None = None,
+    loaded: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Drives ``model.load_weights`` once with recording tensors. The model's weights stay as they are.
 
     ``checkpoint`` has shapes and dtypes of the checkpoint's tensors. A model whose weights were converted after loading
     is put back by ``restored``, a context, into the form that its loaders want, where parameters may be meta tensors.
-    ``process`` is what the engine does with one module after loading.
+    ``process`` is what the engine does with one module after loading. ``loaded`` are the tensors that the model was
+    loaded from: a module whose bytes are not those that the trace makes of them was changed by something else.
 
     A module goes the direct way if each element of its parameters is copied from the checkpoint once, or is a constant;
     if loading random bits by the loader and by the trace gives the same bytes; and if ``process`` then leaves memory,
@@ -73,17 +76,23 @@ def trace(
     if not callable(getattr(model, "load_weights", None)):
         raise Invalid(f"{type(model).__name__} has no load_weights")
     live = {slot.name: slot.tensor for slot in _list_slots(model)}
-    made = Trace({name: tuple(shape) for name, (shape, _) in checkpoint.items()})
+    made = Trace(
+        {name: tuple(shape) for name, (shape, _) in checkpoint.items()},
+        {name: d for name, (_, d) in checkpoint.items()},
+    )
     with torch.no_grad(), restored(model) if restored is not None else contextlib.nullcontext():
         slots = _list_slots(model)
         device = next((t.device for t in live.values()), torch.device("cpu"))
         made.failed = _drive(model, checkpoint, slots, device)
-        loaded = {slot.module for slot in slots if slot.pieces or slot.computed}
+        written = {slot.module for slot in slots if slot.pieces or slot.computed}
         modules = dict(model.named_modules())
-        for name in sorted(loaded):
+        for name in sorted(written):
             own = [s for s in slots if s.module == name and (isinstance(s.tensor, torch.nn.Parameter) or s.sources)]
             sources = set[str]().union(*(slot.sources for slot in own))
-            reason = _why_not(own, live) or _try(model, modules[name], own, checkpoint, sources, device, process)
+            reason = _why_not(own, live)
+            reason = reason or _try(model, modules[name], own, checkpoint, sources, device, process)
+            if reason is None and loaded is not None:
+                reason = _compare(own, live, loaded)
             made.modules[name] = Module(
                 name,
                 sum(slot.tensor.numel() * slot.tensor.element_size() for slot in own),
@@ -167,6 +176,19 @@ def apply(pieces: Iterable[Piece], sources: Mapping[str, Any], params: Mapping[s
 def locate(piece: Piece, param: Any) -> Any:
     """The part of a parameter that a piece is copied to."""
     return param.as_strided(piece.size, piece.strides, param.storage_offset() + piece.offset)
+
+
+def _compare(own: Sequence[Slot], live: Mapping[str, Any], loaded: Mapping[str, Any]) -> str | None:
+    for slot in own:
+        now = live[slot.name].detach()
+        again = now.clone()
+        _bytes(again).bitwise_not_()
+        for offset, size, strides in slot.constants:
+            again.as_strided(size, strides, offset).copy_(now.as_strided(size, strides, now.storage_offset() + offset))
+        apply(slot.pieces, loaded, {slot.name: again})
+        if not torch.equal(_bytes(again), _bytes(now)):
+            return f"'{slot.key}' has other bytes now than its trace makes of the checkpoint"
+    return None
 
 
 def _random(shape: Sequence[int], dtype: Any, device: Any) -> Any:

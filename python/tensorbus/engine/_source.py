@@ -1,0 +1,128 @@
+"""What a trainer sends: parameters of a module, or a checkpoint's files, under the names of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._batch import Batch
+from .._dtensor import RankMap
+from .._errors import Invalid
+from .._module import Watch
+from .._pair import Pair
+from .._tensors import read
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """The files of a checkpoint in safetensors' format: where their data begins, and their headers."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as opened:
+            nbytes = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(nbytes))
+        header.pop("__metadata__", None)
+        yield file, 8 + nbytes, header
+
+
+def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each tensor of a checkpoint, by name; empty if the folder has none in safetensors' format."""
+    return {
+        name: (tuple(tensor["shape"]), _DTYPES[tensor["dtype"]])
+        for _, _, header in _files(folder)
+        for name, tensor in header.items()
+    }
+
+
+@dataclass(slots=True)
+class Source:
+    """Something that can be added to a batch, on every rank of the trainer."""
+
+    tensors: dict[str, tuple[Any, str | None]] = field(default_factory=dict)  # and a view; by the checkpoint's name
+    ties: dict[str, str] = field(default_factory=dict)
+    keep: list[Any] = field(default_factory=list)
+
+    def add_to(self, batch: Batch, pair: Pair) -> None:
+        """Adds its tensors; those that bring no layout are the same on all ranks."""
+        for name, (tensor, view) in self.tensors.items():
+            batch.add(pair, name, tensor, layout=read(tensor).layout or f"mesh={pair.size} place=R", view=view)
+
+
+def from_checkpoint(folder: str | Path) -> Source:
+    """A checkpoint in safetensors' format, whose files are mapped. Every rank of the trainer has the folder."""
+    made = Source()
+    for file, first, header in _files(Path(folder)):
+        with file.open("rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        for name, tensor in header.items():
+            dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
+            begin = first + tensor["data_offsets"][0]
+            made.tensors[name] = (
+                torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=begin).view(shape),
+                None,
+            )
+        made.keep.append(data)
+    if not made.tensors:
+        raise Invalid(f"{folder} has no files *.safetensors")
+    return made
+
+
+# Names of one expert's matrices in checkpoints, by model_type; transformers has them packed as gate_up_proj and
+# down_proj. The default is that of Qwen, OLMoE, DeepSeek and others.
+_EXPERTS: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
+_PACKED_IN_CHECKPOINT = ("gpt_oss", "llama4_text")
+_RENAMED: Mapping[str, tuple[str, str]] = {"mixtral": (".mlp.", ".block_sparse_moe.")}
+
+
+def from_module(module: Any, *, mesh: Any = None, ranks: RankMap | None = None, reshard: bool = False) -> Source:
+    """A module's parameters: DTensors, of FSDP2 or tensor parallelism or both, and plain tensors, which all ranks have.
+
+    Experts that transformers keeps packed get the names that checkpoints have for each. Nothing is gathered.
+    """
+    watch = Watch(module, buffers=False, reshard=reshard, ranks=ranks, mesh=mesh)
+    kind = getattr(getattr(module, "config", None), "model_type", "")
+    gate, up, down = _EXPERTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
+    old, new = _RENAMED.get(kind, ("", ""))
+    made = Source(keep=[watch])
+    made.ties = dict(watch.ties)
+    for plain, view in watch.views.items():
+        name = plain.replace(old, new, 1) if old else plain
+        stem, _, last = name.rpartition(".")
+        shape = view.global_shape or view.shape
+        if last in ("gate_up_proj", "down_proj") and len(shape) == 3 and kind not in _PACKED_IN_CHECKPOINT:
+            for e in range(shape[0]):
+                one = f"slice(0,{e},1)"
+                if last == "down_proj":
+                    made.tensors[f"{stem}.{e}.{down}.weight"] = (view, f"{one} merge(0,1)")
+                    continue
+                half = shape[1] // 2
+                made.tensors[f"{stem}.{e}.{gate}.weight"] = (view, f"{one} slice(1,0,{half}) merge(0,1)")
+                made.tensors[f"{stem}.{e}.{up}.weight"] = (view, f"{one} slice(1,{half},{half}) merge(0,1)")
+        else:
+            made.tensors[name] = (view, None)
+    return made

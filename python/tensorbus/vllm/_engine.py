@@ -1,0 +1,196 @@
+"""vLLM's two classes of a weight transfer backend: the worker's engine, and the trainer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from .. import engine as tb_engine
+from .._errors import Invalid, Refused
+from ..engine._receiver import Receiver
+from . import _reload
+
+logger = init_logger("vllm.tensorbus")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM has no types here
+    """Where the trainer is met."""
+
+    url: str
+    group: str = "trainer"
+    engine: str = "engine"
+    token: str | None = None
+    timeout: float = 120.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """An update; version 0 gives up one that is open."""
+
+    version: int
+
+
+class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """What a worker does: traces its model when it is made, receives beside the parameters, and votes in finish."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        options = dict((vllm_config.additional_config or {}).get("tensorbus", {}))
+        shadow = options.pop("shadow", "device")
+        if options:
+            raise Invalid(f"additional_config['tensorbus'] has {', '.join(sorted(options))}; there is shadow")
+        self._refuse(shadow)
+        headers = tb_engine.read_headers(Path(self.model_config.model))
+        if not headers:
+            raise Refused(
+                f"{self.model_config.model} is no folder with files *.safetensors, whose headers say what the "
+                "engine's loaders take"
+            )
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(vllm_config):
+            mine = tb_engine.trace(
+                model, headers, restored=_reload.restored, process=_reload.process, loaded=self._loaded()
+            )
+        traces = self._gather(mine)
+        self._receiver = Receiver(model, traces, get_world_group().rank_in_group, shadow)
+        logger.info("tensorbus: %s", mine.report())
+        logger.info("tensorbus: %d bytes of memory for what arrives (shadow=%s)", self._receiver.shadow_nbytes, shadow)
+
+    def _refuse(self, shadow: str) -> None:
+        """What has no test is refused, by name."""
+        parallel = self.parallel_config
+        for is_used, what in (
+            (getattr(parallel, "enable_eplb", False), "expert load balancing (enable_eplb) moves experts"),
+            (self.vllm_config.lora_config is not None, "LoRA (enable_lora) wraps modules"),
+            (parallel.data_parallel_size > 1, "data parallelism has not been tried"),
+            (
+                shadow == "off" and getattr(self.model_config, "enable_sleep_mode", False),
+                "shadow='off' registers memory that sleep mode unmaps",
+            ),
+        ):
+            if is_used:
+                raise Refused(f"tensorbus does not update this engine: {what}")
+
+    def _loaded(self) -> dict[str, Any] | None:
+        """The tensors of the checkpoint, mapped; None if vLLM has loaded something else."""
+        if self.vllm_config.load_config.load_format not in ("auto", "safetensors", "hf"):
+            return None
+        source = tb_engine.from_checkpoint(self.model_config.model)
+        return {name: tensor for name, (tensor, _) in source.tensors.items()}
+
+    def _gather(self, mine: Any) -> list[Any]:
+        world = get_world_group()
+        if world.world_size == 1:
+            return [mine]
+        traces: list[Any] = [None] * world.world_size
+        torch.distributed.all_gather_object(traces, mine, group=world.cpu_group)
+        return traces
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Meets the trainer. Names and shapes that do not agree are named, before a byte moves."""
+        self._receiver.join(init_info.url, init_info.group, init_info.engine, init_info.token, init_info.timeout)
+
+    def start_weight_update(self) -> None:
+        """Nothing changes before ``finish_weight_update``."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receives a version beside the parameters."""
+        if update_info.version == 0:
+            raise Refused("the update is given up")
+        self._receiver.receive()
+
+    def finish_weight_update(self) -> None:
+        """Votes: when all workers have, the parameters change. If it raises, keep the engine paused."""
+        done = self._receiver.commit()
+        _reload.load(self.model, self.model_config, self._receiver.whole.items())
+        logger.info(
+            "tensorbus: version %d, paused for %.1f ms of %.1f ms",
+            self._receiver.version,
+            done.pause * 1e3,
+            done.total * 1e3,
+        )
+
+    def shutdown(self) -> None:
+        """Leaves the trainer."""
+        self._receiver.close()
+
+    @staticmethod
+    def trainer_send_weights(_iterator: Any, _trainer_args: Any) -> None:
+        """For vLLM before 0.28, where it is abstract."""
+        raise Refused("use TensorbusTrainerWeightTransferEngine")
+
+
+@dataclass
+class TensorbusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """Where trainer and engine meet, and how many ranks the trainer has."""
+
+    backend: ClassVar[str] = "tensorbus"
+    url: str
+    world_size: int
+    engine: str = "engine"
+    token: str | None = None
+    timeout: float = 120.0
+
+
+class TensorbusTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """The trainer's side, on every rank. ``source`` is a module, a folder, or a ``tensorbus.engine.Source``."""
+
+    init_info_cls = TensorbusTrainerInitInfo
+
+    def __init__(self, *, client: Any, source: Any, is_sender: bool, sender: tb_engine.Sender) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self.sender = sender
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TensorbusTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> TensorbusTrainerWeightTransferEngine:
+        """Meets the engine, on every rank of the trainer."""
+        if isinstance(source, torch.nn.Module):
+            made = tb_engine.from_module(source)
+        elif isinstance(source, str | Path):
+            made = tb_engine.from_checkpoint(source)
+        elif isinstance(source, tb_engine.Source):
+            made = source
+        else:
+            raise Invalid(
+                "source must be a torch.nn.Module, a checkpoint's folder or a tensorbus.engine.Source, not "
+                f"{type(source).__name__}"
+            )
+        sender = tb_engine.Sender(
+            init_info.url,
+            init_info.rank,
+            init_info.world_size,
+            made,
+            client,
+            engine=init_info.engine,
+            token=init_info.token,
+            timeout=init_info.timeout,
+        )
+        return cls(client=client, source=source, is_sender=init_info.is_sender, sender=sender)
+
+    def send_weights(self) -> None:
+        """Sends a version, and makes the engine's calls meanwhile."""
+        self.sender.send()
+
+    def shutdown(self) -> None:
+        """Leaves the engine."""
+        self.sender.close()

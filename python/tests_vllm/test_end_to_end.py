@@ -1,0 +1,182 @@
+"""The real vLLM, and trainers launched by themselves: after every version each parameter, and greedy tokens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import families
+import jobs
+import pytest
+import simulate
+import torch
+import transformers
+from engine_program import Remote
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+HERE = Path(__file__).parent
+VERSIONS = (2, 3, 4, 5, 6)
+PROMPT = list(range(5, 45))  # longer than a block of the prefix cache
+START_S = 400.0
+
+
+def _plugins(folder: Path) -> Path:
+    """An installed package's entry points: ours, and one of the test's that keeps weights as they are on GPUs."""
+    info = folder / "site" / "tensorbus_plugins-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorbus_plugins\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ntensorbus = tensorbus.vllm:register\nplain = simulate:keep_plain_weights\n"
+    )
+    return info.parent
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    paths = [_plugins(folder), HERE, HERE.parent, HERE.parent / "tests_torch"]
+    return os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+class Engine:
+    def __init__(self, folder: Path, model: Path, size: int, shadow: str) -> None:
+        self.socket, self.size = str(folder / "engine.sock"), size
+        self.log = folder / "engine.log"
+        command = [sys.executable, str(HERE / "engine_program.py"), self.socket, str(model), str(size), shadow]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(command, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT)
+        self.remote = Remote(self.socket)
+        until = time.monotonic() + START_S
+        while not os.path.exists(self.socket):
+            assert self._process.poll() is None, self.log.read_text()[-6000:]
+            assert time.monotonic() < until, "vLLM has not started"
+            time.sleep(0.5)
+
+    def close(self) -> None:
+        try:
+            self.remote.call("stop")
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+
+
+def train(seat: jobs.Seat) -> list[Any]:
+    """A rank of a trainer: sends the versions, and looks what the engine has then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import tensorbus.vllm
+
+    def refuse(_self: Any, **_: Any) -> None:
+        raise AssertionError("full_tensor was called")
+
+    DTensor.full_tensor = refuse
+    tensorbus.vllm.register()
+    args = seat.args
+    model = transformers.AutoModelForCausalLM.from_pretrained(args["models"][0], dtype=torch.float32)
+    kind = args["kind"]
+    sizes = {"fsdp": (seat.size, 1), "tp": (1, seat.size), "fsdp+tp": (2, seat.size // 2)}[kind]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    if kind != "fsdp":
+        plan = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
+        plan = {f"self_attn.{n}": p for n, p in plan.items()} | {"self_attn.o_proj": RowwiseParallel()}
+        plan |= {
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], plan)
+    if kind != "tp":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    remote = Remote(args["socket"])
+    info = tensorbus.vllm.TensorbusTrainerInitInfo(seat.url, seat.size, rank=seat.index)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=remote, source=model)
+    found = []
+    for path in args["models"][1:]:
+        new = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            for (name, p), q in zip(model.named_parameters(), new.parameters(), strict=True):
+                whole = distribute_tensor(q.data, p.device_mesh, p.placements) if isinstance(p, DTensor) else q.data
+                assert whole.shape == p.shape, name
+                p.copy_(whole)
+        began = time.perf_counter()
+        trainer.send_weights()
+        seconds = time.perf_counter() - began
+        if seat.index == 0:
+            remote.call("reset_prefix_cache")
+            found.append([remote.call("hashes"), remote.call("generate", PROMPT), seconds])
+    trainer.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_process() -> None:
+    simulate.begin()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def expect(family: str, folder: Path, size: int) -> list[tuple[list[dict[str, str]], list[int]]]:
+    """Of each version: the hashes of engines that load it from disk, and the tokens that transformers generates."""
+
+    wanted = []
+    for version in VERSIONS:
+        path = families.make(family, folder, version)
+        hashes = [simulate.hashes(simulate.cold_load(path, rank, size)[0]) for rank in range(size)]
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        ids = torch.tensor([PROMPT])
+        made = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        wanted.append((hashes, made[0, len(PROMPT) :].tolist()))
+    return wanted
+
+
+CASES = [  # family, tp of the engine, shadow, trainers: kind and ranks
+    ("Llama", 1, "device", [("fsdp", 2), ("tp", 2), ("fsdp+tp", 4)]),
+    ("Llama", 2, "off", [("fsdp", 4), ("fsdp+tp", 4)]),
+    ("Qwen3-MoE", 1, "off", [("fsdp", 2)]),
+    ("Qwen3-MoE", 2, "device", [("fsdp", 4)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shadow", "trainers"), CASES, ids=[f"{c[0]}-tp{c[1]}-{c[2]}" for c in CASES]
+)
+def test_versions(
+    tmp_path: Path, models: Path, family: str, size: int, shadow: str, trainers: list[tuple[str, int]]
+) -> None:
+    first = families.make(family, models, 1)
+    wanted = expect(family, models, size)
+    engine = Engine(tmp_path, first, size, shadow)
+    try:
+        paths = [str(first)] + [str(families.make(family, models, v)) for v in VERSIONS]
+        for kind, ranks in trainers:
+            folder = tmp_path / f"{kind}{ranks}"
+            folder.mkdir()
+            found = jobs.run(
+                folder,
+                __file__,
+                {"trainer": (ranks, "train")},
+                START_S,
+                socket=engine.socket,
+                models=paths,
+                kind=kind,
+            )["trainer"][0]
+            for version, (hashes, tokens), (got, generated, seconds) in zip(VERSIONS, wanted, found, strict=True):
+                for rank, (its, cold) in enumerate(zip(got, hashes, strict=True)):
+                    wrong = {n for n in cold if its.get(n) != cold[n]}
+                    assert not wrong, f"{kind} {ranks}, version {version}, rank {rank}: {wrong}"
+                assert generated == tokens, f"{kind} {ranks}, version {version}"
+                print(f"{family} tp {size} {shadow}, {kind} {ranks}: version {version} equal, {seconds:.3f} s")
+    finally:
+        print("\n".join(line[-160:] for line in engine.log.read_text().splitlines() if "tensorbus: " in line))
+        engine.close()
