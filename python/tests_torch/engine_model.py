@@ -209,3 +209,10 @@ def cold_load(c: Config, checkpoint: dict[str, torch.Tensor], rank: int = 0, siz
     for module in model.modules():
         process(module)
     return model
+
+
+def reload(model: Model, weights: dict[str, torch.Tensor], modules: Iterable[str]) -> None:
+    """Loads some modules again, as an engine does with those that are not written directly."""
+    model.load_weights(weights.items())
+    for name in modules:
+        process(model.get_submodule(name))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import engine_model as em
-import jobs
 import pytest
 import torch
 
@@ -170,67 +167,6 @@ def test_what_is_computed_is_no_copy(compute: Any, why: str) -> None:
         slot.tensor.copy_(compute(record("x", (4, 6), torch.float32, "cpu")))
     assert slot.computed == {why: {"x"}}
     assert slot.pieces == []
-
-
-# ---- Through the bus ------------------------------------------------------------------------------------------------
-
-BUS = em.Config(layers=1, dtype=torch.bfloat16)
-
-
-def send_checkpoints(seat: jobs.Seat) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (seat.size,))
-    with seat.join() as bus:
-        pair = bus.pair("weights", "engine")
-        batch = bus.batch("weights")
-        checkpoint = em.random_checkpoint(replace(BUS, dtype=torch.float32), 0)  # cast on the way
-        held = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in checkpoint.items()}
-        batch.add_all(pair, held)
-        for version in (1, 2):
-            for name, t in em.random_checkpoint(replace(BUS, dtype=torch.float32), version).items():
-                held[name].copy_(distribute_tensor(t, mesh, [Shard(0)]))
-            batch.send(timeout=60.0, wait="committed")
-
-
-def receive_checkpoints(seat: jobs.Seat) -> list[bool]:
-    import torch.distributed as dist
-
-    model = em.cold_load(BUS, em.random_checkpoint(BUS, 9), seat.index, seat.size)
-    traces: list[Any] = [None] * seat.size
-    dist.all_gather_object(traces, trace(model, em.random_checkpoint(BUS, 9)))
-    targets = engine.make_targets(traces)
-    params = {name: p.data for name, p in model.named_parameters()}
-    equal = []
-    with seat.join() as bus:
-        pair = bus.pair("weights", "trainer")
-        batch = bus.batch("weights", commit="shadow", ties=targets.ties, ignored=targets.unused)
-        whole = {}
-        for target in targets.tensors:
-            if target.pieces is None:
-                part = whole[target.source] = torch.empty(target.shape, dtype=BUS.dtype)
-            elif seat.index in target.pieces:
-                piece = target.pieces[seat.index]
-                part = engine.locate(piece, params[piece.param])
-            else:
-                continue
-            batch.add(pair, target.name, part, shape=target.shape, layout=target.layout)
-        for version in (1, 2):
-            batch.recv(timeout=60.0)
-            checkpoint = em.random_checkpoint(replace(BUS, dtype=torch.float32), version)
-            cold = em.cold_load(BUS, checkpoint, seat.index, seat.size)
-            got, want = hashes(model), hashes(cold)
-            direct = {n for n in got if n.rsplit(".", 1)[0] not in targets.reasons}
-            equal.append({n: got[n] for n in direct} == {n: want[n] for n in direct} and len(direct) == 10)
-            equal.append(all(torch.equal(t, checkpoint[n].to(BUS.dtype)) for n, t in whole.items()) and len(whole) == 2)
-    return equal
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_an_engine_receives_what_it_would_have_loaded(tmp_path: Path, size: int) -> None:
-    jobs_ = {"trainer": (2, "send_checkpoints"), "engine": (size, "receive_checkpoints")}
-    assert jobs.run(tmp_path, __file__, jobs_)["engine"] == [[True] * 4] * size
 
 
 def test_refuses_what_has_no_loader() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,10 +13,12 @@ from typing import Any
 import families
 import jobs
 import pytest
+import requests
 import simulate
 import torch
 import transformers
 from engine_program import Remote
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 HERE = Path(__file__).parent
@@ -60,6 +63,79 @@ class Engine:
             self._process.wait(60)
         finally:
             self._process.kill()
+
+
+class Server:
+    """The same over HTTP."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / "server.log"
+        options = [
+            *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--dtype", "float32"),
+            *("--enforce-eager", "--max-model-len", "64"),
+            *("--weight-transfer-config", '{"backend": "tensorbus"}'),
+            *("--worker-extension-cls", "engine_program.WorkerExtension"),
+        ]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
+        env = _environment(folder) | {"VLLM_SERVER_DEV_MODE": "1"}
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        until = time.monotonic() + START_S
+        while True:
+            assert self._process.poll() is None, self.log.read_text()[-6000:]
+            assert time.monotonic() < until, "vLLM has not started"
+            try:
+                requests.get(f"{self.url}/health", timeout=10).raise_for_status()
+                return
+            except requests.RequestException:
+                time.sleep(0.5)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+
+
+class HTTP:
+    """What the trainer asks a server besides updates."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def post(self, path: str, body: Any = None) -> Any:
+        answer = requests.post(f"{self._url}/{path}", json=body, timeout=START_S)
+        answer.raise_for_status()
+        return answer
+
+    def call(self, method: str) -> Any:
+        return self.post("collective_rpc", {"method": method}).json()["results"]
+
+
+def train_over_http(seat: jobs.Seat) -> list[Any]:
+    import tensorbus.vllm
+
+    tensorbus.vllm.register()
+    http = HTTP(seat.args["url"])
+    client = HTTPVLLMWeightSyncClient(seat.args["url"])
+    found = []
+    for path in seat.args["models"]:
+        info = tensorbus.vllm.TensorbusTrainerInitInfo(seat.url, seat.size, rank=seat.index)
+        trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=path)
+        if seat.index == 0:
+            http.post("pause?mode=keep")
+        trainer.send_weights()
+        if seat.index == 0:
+            http.post("reset_prefix_cache")
+            http.post("resume")
+            found.append(http.call("tensorbus_hashes"))
+        trainer.shutdown()
+    return found
 
 
 def train(seat: jobs.Seat) -> list[Any]:
@@ -180,3 +256,23 @@ def test_versions(
     finally:
         print("\n".join(line[-160:] for line in engine.log.read_text().splitlines() if "tensorbus: " in line))
         engine.close()
+
+
+def test_checkpoints_over_http(tmp_path: Path, models: Path) -> None:
+    """A trainer of two ranks that has checkpoints on disk; it comes anew with each of them."""
+    server = Server(tmp_path, families.make("Llama", models, 1))
+    try:
+        paths = [families.make("Llama", models, version) for version in VERSIONS[:2]]
+        found = jobs.run(
+            tmp_path,
+            __file__,
+            {"trainer": (2, "train_over_http")},
+            START_S,
+            url=server.url,
+            models=[str(path) for path in paths],
+        )["trainer"][0]
+        for path, (got,) in zip(paths, found, strict=True):
+            assert got == simulate.hashes(simulate.cold_load(path, 0, 1)[0])
+    finally:
+        print("\n".join(line[-160:] for line in server.log.read_text().splitlines() if "tensorbus: " in line))
+        server.close()
