@@ -2,7 +2,8 @@
 
 Fused query, key and value rows with key heads that several ranks have; gate and up rows in one matrix; experts in one
 stack; a vocabulary that is padded and cut; an output layer that is tied to it, or not; a norm whose loader adds one; a
-matrix that is stored transposed; one that the checkpoint has fused; and one that is repacked after loading.
+matrix that is stored transposed; one that the checkpoint has fused; one that is repacked after loading; and a bias that
+is zero on all ranks but the first.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def checkpoint_shapes(c: Config) -> dict[str, tuple[int, ...]]:
             p + "conv.weight": (c.hidden, 1, 4),
             p + "both.weight": (2 * c.inner, c.hidden),
             p + "packed.weight": (c.hidden, c.hidden),
+            p + "bias.weight": (c.hidden,),
         }
         for e in range(c.experts):
             shapes[p + f"experts.{e}.w1"] = shapes[p + f"experts.{e}.w3"] = (c.inner, c.hidden)
@@ -146,6 +148,19 @@ class PlusOne(Weights):
         super().load(part, loaded + 1)
 
 
+class Bias(Weights):
+    """Added by all ranks, so that one has it."""
+
+    def __init__(self, c: Config, rank: int) -> None:
+        super().__init__(c, c.hidden)
+        self.rank = rank
+
+    def load(self, part: str, loaded: torch.Tensor) -> None:
+        if self.rank != 0:
+            loaded.zero_()
+        super().load(part, loaded)
+
+
 class Conv(Weights):
     """Stored with other dims in another order."""
 
@@ -172,6 +187,7 @@ class Layer(nn.Module):
         self.conv = Conv(c, 4, c.hidden)
         self.both = GateUp(c, rank, size)
         self.packed = Packed(c, c.hidden, c.hidden)
+        self.bias = Bias(c, rank)
 
 
 class Model(nn.Module):
@@ -205,7 +221,7 @@ def process(module: nn.Module) -> None:
 
 def cold_load(c: Config, checkpoint: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> Model:
     model = Model(c, rank, size)
-    model.load_weights(checkpoint.items())
+    model.load_weights((name, t.clone()) for name, t in checkpoint.items())
     for module in model.modules():
         process(module)
     return model

@@ -62,7 +62,7 @@ def test_reasons() -> None:
     assert found.modules["layers.0.packed"].reason == "what follows loading replaces 'weight'"
     assert found.modules["layers.0.norm"].sources == {"layers.0.norm.weight"}
     assert 0.9 < found.direct_share < 1.0
-    assert found.report().splitlines()[0].startswith("9 of 11 modules, 92.0% of the bytes")
+    assert found.report().splitlines()[0].startswith("10 of 12 modules, 92.")
 
 
 def test_a_partly_written_module_falls_back_as_a_whole() -> None:

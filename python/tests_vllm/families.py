@@ -48,7 +48,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class
     "Gemma 2": ("Gemma2Config", {"head_dim": 32}),
     "Gemma 3": ("Gemma3TextConfig", {"head_dim": 32}),
     "Phi-3": ("Phi3Config", {"head_dim": 32}),
-    "GPT-OSS": ("GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-OSS": (
+        "GptOssConfig",
+        {"head_dim": 32, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "Mistral": ("MistralConfig", {"head_dim": 32}),
     "Granite": ("GraniteConfig", {}),
     "GLM-4": ("Glm4Config", {"head_dim": 32}),

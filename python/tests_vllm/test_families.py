@@ -64,7 +64,8 @@ def test_update_equals_cold_load(folder: Path, family: str, size: int) -> None:
             for target in targets.tensors:
                 if target.pieces is not None and rank in target.pieces:
                     engine.apply([target.pieces[rank]], checkpoint, params)
-            _reload.load(model, config.model_config, [(n, t) for n, t in checkpoint.items() if n in by_loader])
+            by_loader_now = [(n, t.clone()) for n, t in checkpoint.items() if n in by_loader]
+            _reload.load(model, config.model_config, by_loader_now, targets.reasons)
         cold, _ = simulate.cold_load(new, rank, size)
         got, wanted = simulate.hashes(model), simulate.hashes(cold)
         wrong = {n for n in wanted if got.get(n) != wanted[n]}

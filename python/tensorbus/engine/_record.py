@@ -43,6 +43,7 @@ class Slot:
     pieces: list[Piece] = field(default_factory=list)
     constants: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)  # offset, size, strides
     computed: dict[str, set[str]] = field(default_factory=dict)  # why something was not a copy: checkpoint tensors
+    emptied: set[str] = field(default_factory=set)  # checkpoint tensors that were filled with a constant, then copied
 
     @property
     def name(self) -> str:
@@ -52,7 +53,7 @@ class Slot:
     @property
     def sources(self) -> set[str]:
         """The checkpoint tensors that were used for it."""
-        return {piece.source for piece in self.pieces}.union(*self.computed.values())
+        return {piece.source for piece in self.pieces}.union(self.emptied, *self.computed.values())
 
 
 class Recorded(torch.Tensor):  # type: ignore[misc] # torch has no types here
@@ -63,6 +64,7 @@ class Recorded(torch.Tensor):  # type: ignore[misc] # torch has no types here
     shape_in_checkpoint: tuple[int, ...]
     computed: dict[str, set[str]]  # why it is no view: checkpoint tensors
     is_narrowed: bool  # was cast to a dtype that lacks values
+    is_constant: bool  # was filled with a number
 
     @staticmethod
     def __new__(
@@ -78,7 +80,7 @@ class Recorded(torch.Tensor):  # type: ignore[misc] # torch has no types here
             device=device,
         )
         made.index, made.source, made.shape_in_checkpoint = index, source, shape
-        made.computed, made.is_narrowed = {}, is_narrowed
+        made.computed, made.is_narrowed, made.is_constant = {}, is_narrowed, False
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -122,6 +124,9 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         if written is not None:
             target, slot = written
             if isinstance(target, Recorded):
+                if func in _FILLS and len(recorded) == 1:
+                    target.is_constant = True
+                    return target
                 raise RuntimeError(f"{func} writes to the checkpoint tensor '{target.source}'")
             self._write(func, args, target, slot, recorded)
             return target
@@ -154,6 +159,10 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         if not isinstance(source, Recorded):
             slot.computed.setdefault(f"{func} writes to '{slot.key}'", set()).update(names)
             return
+        if source.is_constant:
+            slot.constants.append((offset, size, strides))
+            slot.emptied.add(source.source)
+            return
         for why, its in source.computed.items():
             slot.computed.setdefault(why, set()).update(its)
         if source.computed:
@@ -173,6 +182,8 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
 
     def _derive(self, func: Any, args: Any, kwargs: Any, recorded: list[Recorded]) -> Any:
         first = recorded[0]
+        if any(t.is_constant for t in recorded):
+            raise RuntimeError(f"{func} of the checkpoint tensor '{first.source}', which was filled with a constant")
         is_plain = len(recorded) == 1 and not first.computed
         if is_plain and func in _SAME_ELEMENTS:
             dtype = kwargs.get("dtype") or first.dtype

@@ -113,7 +113,7 @@ class Sender:
             lambda: self._client.finish_weight_update(*([weight_version] if weight_version is not None else [])),
         )
         for batch in self._data, self._vote:
-            with batch.send(timeout=self._timeout, wait=None) as transfer:
+            with batch.send(timeout=self._timeout, wait=None, whole_group=True) as transfer:
                 control.wait(transfer)
         control.join(self._timeout)
         self.version = number

@@ -84,7 +84,7 @@ def trace(
         slots = _list_slots(model)
         device = next((t.device for t in live.values()), torch.device("cpu"))
         made.failed = _drive(model, checkpoint, slots, device)
-        written = {slot.module for slot in slots if slot.pieces or slot.computed}
+        written = {slot.module for slot in slots if slot.sources}
         modules = dict(model.named_modules())
         for name in sorted(written):
             own = [s for s in slots if s.module == name and (isinstance(s.tensor, torch.nn.Parameter) or s.sources)]
@@ -126,7 +126,7 @@ def _drive(model: Any, checkpoint: Checkpoint, slots: Sequence[Slot], device: An
         return {}
     except Exception:
         for slot in slots:
-            slot.pieces, slot.constants, slot.computed = [], [], {}
+            slot.pieces, slot.constants, slot.computed, slot.emptied = [], [], {}, set()
     failed = {}
     for name in checkpoint:
         before = [(len(slot.pieces), len(slot.constants)) for slot in slots]
@@ -216,7 +216,7 @@ def _try(
     bits = {name: _random(*checkpoint[name], device) for name in sorted(sources)}
     with _other_memory(module, own, device) as trial:
         try:
-            model.load_weights(bits.items())
+            model.load_weights((name, tensor.clone()) for name, tensor in bits.items())
         except Exception as error:
             return f"loading its tensors alone fails: {type(error).__name__}: {error}"
         expected = {slot.name: trial[slot.key].detach().clone() for slot in own}

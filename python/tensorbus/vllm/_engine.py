@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,12 +66,13 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         from vllm.config import set_current_vllm_config
 
+        loaded = self._loaded()
         with set_current_vllm_config(vllm_config):
-            mine = tb_engine.trace(
-                model, headers, restored=_reload.restored, process=_reload.process, loaded=self._loaded()
-            )
-        traces = self._gather(mine)
-        self._receiver = Receiver(model, traces, get_world_group().rank_in_group, shadow)
+            mine = tb_engine.trace(model, headers, restored=_reload.restored, process=_reload.process, loaded=loaded)
+            self._receiver = Receiver(model, self._gather(mine), get_world_group().rank_in_group, shadow)
+            self._by_loader = [name for name in self._receiver.targets.reasons if name in mine.modules]
+            if loaded is not None:  # now, and not when a version is decided
+                self._load(loaded)
         logger.info("tensorbus: %s", mine.report())
         logger.info("tensorbus: %d bytes of memory for what arrives (shadow=%s)", self._receiver.shadow_nbytes, shadow)
 
@@ -120,13 +122,18 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Votes: when all workers have, the parameters change. If it raises, keep the engine paused."""
         done = self._receiver.commit()
-        _reload.load(self.model, self.model_config, self._receiver.whole.items())
+        self._load(self._receiver.whole)
         logger.info(
             "tensorbus: version %d, paused for %.1f ms of %.1f ms",
             self._receiver.version,
             done.pause * 1e3,
             done.total * 1e3,
         )
+
+    def _load(self, tensors: Mapping[str, Any]) -> None:
+        """Loads what does not go the direct way. Loaders may write to what they are given, and keep it."""
+        weights = [(name, tensors[name].clone()) for name in self._receiver.whole]
+        _reload.load(self.model, self.model_config, weights, self._by_loader)
 
     def shutdown(self) -> None:
         """Leaves the trainer."""

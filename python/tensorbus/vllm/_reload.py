@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._errors import Refused
+
 
 @contextlib.contextmanager
 def restored(model: Any) -> Iterator[None]:
@@ -47,12 +49,14 @@ def process(module: Any) -> None:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator] # torch has no types here
-def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> None:
+def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]], modules: Iterable[str] = ()) -> None:
     """Loads some checkpoint tensors by vLLM's layerwise reload; modules that need none of them stay as they are.
 
+    ``modules`` are those that have to be loaded: models whose loaders go round the layerwise reload are refused.
     Attention layers are processed in any case: they may keep tensors that are made from weights of other modules.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     weights = list(weights)
     if weights:
@@ -60,6 +64,10 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
     initialize_layerwise_reload(model)
     try:
         model.load_weights(weights)
+        for name in modules:
+            info = get_layerwise_info(model.get_submodule(name))
+            if info.can_load() and info.load_numel <= 0:
+                raise Refused(f"vLLM's layerwise reload does not load module '{name}'")
     finally:
         finalize_layerwise_reload(model, model_config)
 
