@@ -107,6 +107,8 @@ class Receiver:
             with torch.no_grad():
                 for name, live in self._live.items():
                     live.copy_(self._landing[name], non_blocking=True)
+            if any(live.device.type != "cpu" for live in self._live.values()):
+                torch.accelerator.synchronize()  # the next version may come at once
         self.version = int(self._number[0])
         now = time.perf_counter()
         return Pause(now - decided, now - self._began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,12 +123,14 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Votes: when all workers have, the parameters change. If it raises, keep the engine paused."""
         done = self._receiver.commit()
+        began = time.perf_counter()
         self._load(self._receiver.whole)
+        loading = time.perf_counter() - began
         logger.info(
             "tensorbus: version %d, paused for %.1f ms of %.1f ms",
             self._receiver.version,
-            done.pause * 1e3,
-            done.total * 1e3,
+            (done.pause + loading) * 1e3,
+            (done.total + loading) * 1e3,
         )
 
     def _load(self, tensors: Mapping[str, Any]) -> None:
