@@ -21,19 +21,27 @@ def keep_plain_weights() -> None:
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False
 
 
-def keep_plain_experts() -> None:
-    """The same for experts. Then they can't be used, for there is no such kernel for CPUs, but they can be loaded."""
+@contextlib.contextmanager
+def plain_experts() -> Iterator[None]:
+    """The same for experts. They can't be used then, for there is no such kernel for CPUs, but they can be loaded."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    kept = CPUUnquantizedExperts.process_weights_after_loading
     CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
+    try:
+        yield
+    finally:
+        CPUUnquantizedExperts.process_weights_after_loading = kept
 
 
 def begin() -> None:
     """Process groups of one rank, which ``rank_of`` then takes for others."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 
     keep_plain_weights()
+    if model_parallel_is_initialized():
+        return
     with set_current_vllm_config(VllmConfig()):
         store = tempfile.mktemp(prefix="tensorbus-")
         init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")

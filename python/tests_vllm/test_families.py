@@ -21,8 +21,8 @@ TABLE: dict[str, dict[str, Any]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def vllm_process() -> Any:
     simulate.begin()
-    simulate.keep_plain_experts()
-    yield
+    with simulate.plain_experts():
+        yield
     lines = [
         f"{family:14} {'  '.join(f'tp {n}: {share:6.1%}' for n, share in row.items())}" for family, row in TABLE.items()
     ]
