@@ -5,6 +5,7 @@ engine_program.py SOCKET MODEL TP SHADOW
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from multiprocessing.connection import Client, Listener
@@ -72,7 +73,7 @@ def main(socket: str, model: str, size: str, shadow: str) -> None:
     own = {"generate": generate, "hashes": lambda: llm.collective_rpc("tensorbus_hashes")}
     with Listener(socket, "AF_UNIX") as listener:
         while True:
-            with listener.accept() as connection:
+            with listener.accept() as connection, contextlib.suppress(EOFError, OSError):  # a client may be killed
                 method, args = connection.recv()
                 if method == "stop":
                     connection.send((True, None))
