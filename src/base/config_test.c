@@ -90,7 +90,7 @@ static void test_malformed(void **state) {
         {"TENSORBUS_LOG", " "},
         {"TENSORBUS_BUCKET_SIZE", "0"},
         {"TENSORBUS_BUCKET_SIZE", "-1"},
-        {"TENSORBUS_BUCKET_SIZE", "16MB"},
+        {"TENSORBUS_BUCKET_SIZE", "16MX"},
         {"TENSORBUS_BUCKET_SIZE", "9223372036854775808"},
         {"TENSORBUS_STAGING_BYTES", "much"},
         {"TENSORBUS_STAGING_BYTES", "8388608TiB"},

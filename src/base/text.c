@@ -126,28 +126,54 @@ bool tb__read_int(const char **at, int64_t *out) {
     return true;
 }
 
-tb_status tb__read_size(const char *text, int64_t *out) {
+/* Bytes of a unit of this name; 0: there is none. */
+static int64_t unit_nbytes(const char *unit) {
     static const struct {
-        const char *unit;
-        int64_t scale;
+        const char *name;
+        int64_t nbytes;
     } units[] = {
-        {"", 1},          {"B", 1},       {"k", 1 << 10},   {"KiB", 1 << 10}, {"M", 1 << 20},
-        {"MiB", 1 << 20}, {"G", 1 << 30}, {"GiB", 1 << 30}, {"T", 1LL << 40}, {"TiB", 1LL << 40},
+        {"", 1},
+        {"B", 1},
+        {"k", 1 << 10},
+        {"KiB", 1 << 10},
+        {"M", 1 << 20},
+        {"MiB", 1 << 20},
+        {"G", 1 << 30},
+        {"GiB", 1 << 30},
+        {"T", 1LL << 40},
+        {"TiB", 1LL << 40},
+        {"kB", 1000},
+        {"MB", 1000 * 1000},
+        {"GB", 1000000000},
+        {"TB", 1000000000000},
     };
-    const char *at = text;
-    int64_t value;
-    if (!tb__read_int(&at, &value) || value < 0)
-        return tb__fail(TB_INVALID, "'%.60s' is not a size such as 1048576, 16MiB or 1GiB", text);
-    tb__skip_space(&at);
     for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
-        if (strcasecmp(at, units[i].unit) != 0)
-            continue;
-        if (value > (INT64_C(1) << 62) / units[i].scale)
-            return tb__fail(TB_TOO_BIG, "size '%.60s' is more than 2^62 bytes", text);
-        *out = value * units[i].scale;
-        return TB_OK;
+        if (strcasecmp(unit, units[i].name) == 0)
+            return units[i].nbytes;
     }
-    return tb__fail(TB_INVALID, "'%.60s' is not a size such as 1048576, 16MiB or 1GiB", text);
+    return 0;
+}
+
+tb_status tb__read_size(const char *text, int64_t *out) {
+    const char *at = text, *fraction = NULL;
+    size_t ndigits = 0;
+    int64_t value, part = 0;
+    bool is_size = tb__read_int(&at, &value) && value >= 0;
+    if (is_size && *at == '.') {
+        fraction = at + 1;
+        ndigits = strspn(fraction, "0123456789");
+        at = fraction + ndigits;
+    }
+    tb__skip_space(&at);
+    int64_t scale = is_size ? unit_nbytes(at) : 0;
+    if (scale == 0 || (fraction && (scale == 1 || ndigits == 0)))
+        return tb__fail(TB_INVALID, "'%.60s' is not a size such as 1048576, 16MiB, 30MB or 1.5GiB", text);
+    for (size_t i = ndigits; i > 0; i--) /* below `scale` after each digit; rounded down as a whole */
+        part = ((fraction[i - 1] - '0') * scale + part) / 10;
+    if (value > ((INT64_C(1) << 62) - part) / scale)
+        return tb__fail(TB_TOO_BIG, "size '%.60s' is more than 2^62 bytes", text);
+    *out = value * scale + part;
+    return TB_OK;
 }
 
 int tb__compare_strings(const void *a, const void *b) {

@@ -27,6 +27,6 @@ int tb__compare_strings(const void *a, const void *b); /* for qsort of an array 
 void tb__skip_space(const char **at);
 bool tb__accept(const char **at, char c);                /* skips space before it */
 bool tb__read_int(const char **at, int64_t *out);        /* decimal, a sign allowed; false on overflow too */
-tb_status tb__read_size(const char *text, int64_t *out); /* "16MiB", "4k", "1048576": bytes */
+tb_status tb__read_size(const char *text, int64_t *out); /* "16MiB", "4k", "30MB", "1.5GiB", "1048576": bytes */
 
 #endif

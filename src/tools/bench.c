@@ -176,10 +176,10 @@ static int run(const tb__config *config, const char *const *value) {
     bench_table_init(&b.table, b.with_gpu);
     status = b.with_gpu ? run_gpu(&b) : bench_run(&b);
     tool_buffers_fini(&b.buffers);
-    int exit_status = TOOL_FAILED; /* what can't be printed was told of */
+    int exit_status = b.output_status; /* what can't be printed was told of */
     if (status == TB_OK)
         exit_status = conclude(&b, value);
-    else if (!b.output_failed)
+    else if (exit_status == TOOL_OK)
         exit_status = tool_fail(TOOL_FAILED, "%s", tb_error_detail());
     free(b.table.cells.item);
     for (size_t i = 0; i < b.results.count; i++)

@@ -266,8 +266,8 @@ typedef struct bench {
     int64_t size;
     bool is_size_given;
     bool with_peers, with_hosts, with_gpu, is_json;
-    char gpu[64];       /* with_gpu: its name; else "" */
-    bool output_failed; /* what is printed can't be written */
+    char gpu[64];      /* with_gpu: its name; else "" */
+    int output_status; /* of the last line that was printed */
     int nfailed;
     tool_table table;
     bench_bed bed; /* with_hosts */

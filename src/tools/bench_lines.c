@@ -30,8 +30,8 @@ tb_status bench_publish(bench *b, bench_result result) {
         bench_add_json(&out, &result, b->gpu);
     else
         bench_add_row(&out, &b->table, &result);
-    b->output_failed = tool_print(&out) != TOOL_OK;
-    return b->output_failed ? TB_CANCELLED : TB_OK;
+    b->output_status = tool_print(&out);
+    return b->output_status == TOOL_OK ? TB_OK : TB_CANCELLED;
 }
 
 tb_status bench_publish_failure(bench *b, tb_status status, bench_result result) {

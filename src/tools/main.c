@@ -20,6 +20,13 @@ static const tool_command *find_command(const char *name) {
 }
 
 static int unknown_command(const char *name) {
+    tool_guess guess = {.given = name, .length = strlen(name)};
+    for (const tool_command *const *c = commands; *c; c++)
+        tool_guess_try(&guess, (*c)->name);
+    tool_guess_try(&guess, "help");
+    if (guess.word)
+        return tool_fail(TOOL_BAD_INPUT, "there is no command '%s'; did you mean '%s'? `tensorbus --help` lists them",
+                         name, guess.word);
     return tool_fail(TOOL_BAD_INPUT, "there is no command '%s'; `tensorbus --help` lists them", name);
 }
 
@@ -118,8 +125,8 @@ static void occupy_standard_streams(void) {
 
 int main(int argc, char **argv) {
     occupy_standard_streams();
-    signal(SIGPIPE, SIG_IGN); /* a closed pipe is reported like a full disk */
-    signal(SIGXFSZ, SIG_IGN); /* so is a limit on the size of files */
+    signal(SIGPIPE, SIG_IGN); /* so that commands end in order: TOOL_UNREAD */
+    signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is reported like a full disk */
     char **arguments = argv + (argc > 0);
     const char *name = arguments[0];
     if (!name)
@@ -132,6 +139,9 @@ int main(int argc, char **argv) {
     const tool_command *command = find_command(name);
     if (command)
         return run(command, arguments + 1);
-    return name[0] == '-' ? tool_fail(TOOL_BAD_INPUT, "unknown option '%s'; see `tensorbus --help`", name)
-                          : unknown_command(name);
+    if (name[0] != '-')
+        return unknown_command(name);
+    static const tool_option options[] = {{.name = "version"}, {0}};
+    static const tool_command none = {.name = NULL, .options = options};
+    return tool_unknown_option(&none, name, strlen(name));
 }

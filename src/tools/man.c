@@ -84,8 +84,9 @@ static void add_exit_status(tb__text *out) {
                  ".SH EXIT STATUS\n"
                  ".TP\n%d\nAll went well.\n"
                  ".TP\n%d\nSomething failed; one sentence on standard error says what.\n"
-                 ".TP\n%d\nThe options or the input are wrong; one sentence on standard error says how.\n",
-                 TOOL_OK, TOOL_FAILED, TOOL_BAD_INPUT);
+                 ".TP\n%d\nThe options or the input are wrong; one sentence on standard error says how.\n"
+                 ".TP\n%d\nThe reader of standard output closed it early, as head(1) does; nothing is said.\n",
+                 TOOL_OK, TOOL_FAILED, TOOL_BAD_INPUT, TOOL_UNREAD);
 }
 
 static void add_others(tb__text *out, const tool_command *const *commands, const tool_command *command) {

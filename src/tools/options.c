@@ -1,6 +1,8 @@
 /* Options: the table of a command both reads its arguments and writes its help. */
 #include "tools/tools.h"
 
+#include "base/int.h"
+
 #include <ctype.h>
 #include <string.h>
 
@@ -11,6 +13,51 @@ static int find_option(const tool_command *command, const char *name, size_t len
             return i;
     }
     return -1;
+}
+
+enum { LONGEST_WORD = 32 };
+
+/* How many characters must be inserted, removed, replaced or swapped with the next one to make one word the other. */
+static size_t word_distance(const char *a, size_t na, const char *b, size_t nb) {
+    size_t row[3][LONGEST_WORD + 1];
+    for (size_t j = 0; j <= nb; j++)
+        row[0][j] = j;
+    for (size_t i = 1; i <= na; i++) {
+        size_t *here = row[i % 3], *above = row[(i - 1) % 3];
+        here[0] = i;
+        for (size_t j = 1; j <= nb; j++) {
+            here[j] = tb__min_size(above[j - 1] + (a[i - 1] != b[j - 1]), tb__min_size(above[j], here[j - 1]) + 1);
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+                here[j] = tb__min_size(here[j], row[(i - 2) % 3][j - 2] + 1);
+        }
+    }
+    return row[na % 3][nb];
+}
+
+void tool_guess_try(tool_guess *guess, const char *word) {
+    size_t n = guess->length, length = strlen(word);
+    if (n < 2 || n > LONGEST_WORD || length > LONGEST_WORD)
+        return;
+    bool is_beginning = n >= 3 && strncmp(guess->given, word, n) == 0;
+    size_t distance = is_beginning ? length > n : word_distance(guess->given, n, word, length);
+    if (distance > (n < 6 ? 1 : n / 3) || (guess->word && distance >= guess->distance))
+        return;
+    guess->word = word;
+    guess->distance = distance;
+}
+
+int tool_unknown_option(const tool_command *command, const char *argument, size_t length) {
+    size_t ndashes = tb__min_size(strspn(argument, "-"), length);
+    tool_guess guess = {.given = argument + ndashes, .length = length - ndashes};
+    for (const tool_option *o = command->options; o->name; o++)
+        tool_guess_try(&guess, o->name);
+    tool_guess_try(&guess, "help");
+    const char *name = command->name ? command->name : "", *space = command->name ? " " : "";
+    if (guess.word)
+        return tool_fail(TOOL_BAD_INPUT, "unknown option '%.*s'; did you mean '--%s'? See `tensorbus%s%s --help`",
+                         (int)length, argument, guess.word, space, name);
+    return tool_fail(TOOL_BAD_INPUT, "unknown option '%.*s'; see `tensorbus%s%s --help`", (int)length, argument, space,
+                     name);
 }
 
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help) {
@@ -30,8 +77,7 @@ int tool_read_options(const tool_command *command, char **argv, const char **val
         const char *given = (*arg)[length] ? *arg + length + 1 : NULL;
         int i = strncmp(*arg, "--", 2) == 0 ? find_option(command, *arg + 2, length - 2) : -1;
         if (i < 0)
-            return tool_fail(TOOL_BAD_INPUT, "unknown option '%.*s'; see `tensorbus %s --help`", (int)length, *arg,
-                             command->name);
+            return tool_unknown_option(command, *arg, length);
         const tool_option *option = &command->options[i];
         if (value[i])
             return tool_fail(TOOL_BAD_INPUT, "--%s is given twice", option->name);

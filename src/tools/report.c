@@ -78,6 +78,8 @@ static int write_to(FILE *file, const char *name, tb__text *text) {
     ok = fflush(file) == 0 && ok;
     int error = errno;
     tb__text_fini(text);
+    if (!ok && error == EPIPE && file == stdout)
+        return TOOL_UNREAD;
     return ok ? TOOL_OK : tool_fail(TOOL_FAILED, "can't write to %s: %s", name, strerror(error));
 }
 

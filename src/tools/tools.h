@@ -12,8 +12,9 @@
 
 #include <jansson.h>
 
-/* Exit statuses. */
-enum { TOOL_OK = 0, TOOL_FAILED = 1, TOOL_BAD_INPUT = 2 };
+/* Exit statuses. The last is that of a program which SIGPIPE ended, as shells have it: nobody reads the output any
+ * more, and nothing is said about it. */
+enum { TOOL_OK = 0, TOOL_FAILED = 1, TOOL_BAD_INPUT = 2, TOOL_UNREAD = 128 + 13 };
 
 /* ---- Commands (main.c, options.c, man.c) --------------------------------------------------------------------- */
 
@@ -50,6 +51,19 @@ void tool_add_man_overview(tb__text *out, const tool_command *const *commands, c
 
 /* What a shell reads to complete the command's words; false: there is none for this shell. */
 bool tool_add_completion(tb__text *out, const tool_command *const *commands, const char *shell);
+
+/* What may have been meant by an unknown word: the nearest of those tried, or NULL if none is near. */
+typedef struct tool_guess {
+    const char *given;
+    size_t length; /* of what counts in `given` */
+    const char *word;
+    size_t distance;
+} tool_guess;
+
+void tool_guess_try(tool_guess *guess, const char *word);
+
+/* Says so, and which one may have been meant; a command without a name is `tensorbus` itself. */
+int tool_unknown_option(const tool_command *command, const char *argument, size_t length);
 
 /* For an option that goes with no other: returns an exit status. */
 int tool_expect_alone(const tool_option *options, const char *const *value, int alone);

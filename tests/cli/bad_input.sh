@@ -9,6 +9,18 @@ dst='mesh=2 place=R ranks=4,5'
 # commands and options
 refused "there is no command 'plam'.*tensorbus --help" plam
 refused "there is no command 'plam'" help plam
+refused "there is no command 'plam'; did you mean 'plan'?" plam
+refused "there is no command 'insepct'; did you mean 'inspect'?" insepct
+refused "there is no command 'reshards'; did you mean 'reshard'?" help reshards
+refused "there is no command 'x'; .tensorbus" x
+refused "there is no command 'converge'; .tensorbus" converge
+refused "there is no command 'a word that is longer than any command or option'; .t" \
+    'a word that is longer than any command or option'
+refused "unknown option '--shap'; did you mean '--shape'? See .tensorbus plan --help" plan --shap 8
+refused "unknown option '-shape'; did you mean '--shape'?" plan -shape 8
+refused "unknown option '--max-file'; did you mean '--max-file-size'?" reshard --max-file=1GB
+refused "unknown option '--trust-replica'; did you mean '--trust-replicas'?" reshard --trust-replica
+refused "unknown option '--verison'; did you mean '--version'?" --verison
 refused "unknown option '--verbose'; see .tensorbus --help" --verbose
 refused "--version stands alone, but 'plan' follows it" --version plan
 refused 'takes one command' help plan layout
@@ -95,7 +107,8 @@ plan_refused "--rank: '-1' is not a rank" 8 f32 "$src" "$dst" --rank -1
 plan_refused "--rank: '1048576' is not a rank" 8 f32 "$src" "$dst" --rank 1048576
 refused "--rank: '1x' is not a rank" layout --shape 8 --layout "$src" --rank 1x
 plan_refused '--buckets: a bucket is at least 1 byte' 8 f32 "$src" "$dst" --buckets 0
-plan_refused "--buckets: '16MB' is not a size" 8 f32 "$src" "$dst" --buckets 16MB
+plan_refused "--buckets: '16MX' is not a size such as .*30MB or 1.5GiB" 8 f32 "$src" "$dst" --buckets 16MX
+plan_refused "--buckets: '1.5' is not a size" 8 f32 "$src" "$dst" --buckets 1.5
 plan_refused '--hosts: expected a host number' 8 f32 "$src" "$dst" --hosts a
 plan_refused '--hosts: expected a host number' 8 f32 "$src" "$dst" --hosts 0,0,
 plan_refused '--hosts: expected a host number' 8 f32 "$src" "$dst" --hosts 0,-1

@@ -135,15 +135,29 @@ fi
 "$TENSORBUS" plan --jsonl "$tmp/lines" >&- 2>"$err"
 status=$?
 unwritable 'plan --jsonl to a closed output'
+
+# unread ARG...: into a pipe that its reader has closed, nothing is printed and nothing is said
 mkfifo "$tmp/pipe"
-{
-    sleep 0.2
-    "$TENSORBUS" plan --jsonl "$tmp/lines" 2>"$err"
-    echo $? >"$tmp/status"
-} >"$tmp/pipe" &
-exec 5<"$tmp/pipe" 5<&-
-wait $!
-status=$(cat "$tmp/status")
-unwritable 'plan --jsonl to a closed pipe'
+exec 5<>"$tmp/pipe"
+exec 6>"$tmp/pipe" 5<&-
+unread() {
+    "$TENSORBUS" "$@" >&6 2>"$err"
+    status=$?
+    expect_status 141 "$* to a closed pipe"
+    [ ! -s "$err" ] || fail "$* to a closed pipe: said $(cat "$err")"
+}
+unread plan --jsonl "$tmp/lines"
+unread plan --shape 8 --dtype f32 --src "mesh=4 place=S0" --dst "mesh=2 place=S0"
+unread layout --shape 8 --layout 'mesh=2 place=S0' --svg -
+unread inspect "$TB_GOLDEN/safetensors/model"
+unread inspect "$TB_GOLDEN/safetensors/model" --json
+unread config
+unread doctor
+unread bench --only local --rounds 1 --size 1MiB
+unread demo --size 1MiB
+unread --help
+unread help plan
+unread help --man plan
+exec 6>&-
 
 finish
