@@ -80,7 +80,7 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
         if (!name)
             return TB_NO_MEMORY;
         w->slots[i] = (slot){0};
-        tb_status status = tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &w->slots[i].nbytes);
+        tb_status status = tb__safetensor_size(&tensors[i], &w->slots[i].nbytes);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor '%.100s'", name);
         if (w->slots[i].nbytes > (INT64_C(1) << 62) - total)

@@ -2,8 +2,9 @@
  * what there is, and the data, tensor after tensor, row-major, without holes.
  *
  * What is read is checked completely before any of it is used; the message names the file and the tensor that is wrong.
- * Accepted is what the format's own library accepts, except for what tensorbus has no words for: dtypes that are not in
- * tb_dtype (6-bit floats, the FNUZ kinds, complex numbers), more than 8 dims, and names with a zero character. */
+ * Accepted is what the format's own library accepts, except for what tensorbus has no words for: more than 8 dims, and
+ * names with a zero character. Tensors of dtypes that are not in tb_dtype (6-bit floats, the FNUZ kinds, complex
+ * numbers) are bytes and the dtype's name. */
 #ifndef TB_FORMAT_SAFETENSORS_H
 #define TB_FORMAT_SAFETENSORS_H
 
@@ -15,10 +16,16 @@ enum { TB__SAFETENSORS_LENGTH = 8, TB__SAFETENSORS_MAX_HEADER = 100 * 1000 * 100
 
 typedef struct tb__safetensor {
     const char *name;
-    tb_dtype dtype;
+    tb_dtype dtype;            /* TB_DTYPE_NONE: one that is not known */
+    const char *unknown_dtype; /* its name in files; NULL if dtype is known */
     tb_shape shape;
     int64_t offset, nbytes; /* in the data */
 } tb__safetensor;
+
+const char *tb__safetensor_dtype_name(const tb__safetensor *tensor);
+
+/* The bytes that shape and dtype take. Those of an unknown dtype are what tensor->nbytes says, if that can be. */
+tb_status tb__safetensor_size(const tb__safetensor *tensor, int64_t *nbytes);
 
 typedef struct tb__safetensors_metadata {
     const char *key, *value;
@@ -53,10 +60,10 @@ typedef struct tb__safetensors_plan {
     int64_t data_nbytes;
 } tb__safetensors_plan;
 
-/* Lays out tensors, of which name, dtype and shape are given, and writes offset and nbytes into them. The order is that
- * of the official library, the widest dtypes first, so that every tensor is aligned to its elements; then by name. The
- * bytes are that library's, too, for up to one metadata entry: it writes several in an order that changes from run to
- * run, here they are sorted. plan->head is to be freed by the caller. */
+/* Lays out tensors, of which name, dtype and shape are given, and nbytes if the dtype is unknown; writes offset and
+ * nbytes into them. The order is that of the official library, the widest dtypes first, so that every tensor is aligned
+ * to its elements; then by name. The bytes are that library's, too, for up to one metadata entry: it writes several in
+ * an order that changes from run to run, here they are sorted. plan->head is to be freed by the caller. */
 tb_status tb__safetensors_format(tb__safetensor *tensors, size_t count, const tb__safetensors_metadata *metadata,
                                  size_t nmetadata, tb__safetensors_plan *plan);
 
@@ -85,7 +92,7 @@ tb_status tb__safetensors_read(const tb__safetensors *file, const tb__safetensor
 /* A file that is being written, under a temporary name in the same directory until it is committed. */
 typedef struct tb__safetensors_writer tb__safetensors_writer;
 
-/* Of the tensors and metadata, which are copied, offset and nbytes are not looked at. */
+/* Of the tensors and metadata, which are copied, offset is not looked at, and nbytes only if the dtype is unknown. */
 tb_status tb__safetensors_create(const char *path, const tb__safetensor *tensors, size_t count,
                                  const tb__safetensors_metadata *metadata, size_t nmetadata,
                                  tb__safetensors_writer **out);

@@ -1,24 +1,55 @@
 /* Writes the header of a safetensors file, and decides where the tensors go. */
 #include "base/dtype.h"
+#include "base/int.h"
 #include "format/safetensors.h"
 
 #include <inttypes.h>
 #include <string.h>
 
-/* The order of the official library: by alignment, and among dtypes of one width as its list has them. */
-static int dtype_order(tb_dtype dtype) {
+const char *tb__safetensor_dtype_name(const tb__safetensor *t) {
+    return t->unknown_dtype ? t->unknown_dtype : tb_dtype_name(t->dtype);
+}
+
+tb_status tb__safetensor_size(const tb__safetensor *t, int64_t *nbytes) {
+    int64_t nelements, size; /* *nbytes may be the tensor's */
+    TB_TRY(tb_shape_size(&t->shape, t->unknown_dtype ? TB_U8 : t->dtype, &nelements, &size));
+    if (t->unknown_dtype) {
+        if (t->nbytes < 0 || (t->nbytes == 0) != (nelements == 0))
+            return tb__fail(TB_INVALID, "%" PRId64 " elements of %s can't take %" PRId64 " bytes", nelements,
+                            t->unknown_dtype, t->nbytes);
+        size = t->nbytes;
+    } else if (nelements % tb__dtype_packing(t->dtype) != 0) {
+        return tb__fail(TB_INVALID, "%" PRId64 " elements of %s do not fill whole bytes", nelements,
+                        tb_dtype_name(t->dtype));
+    }
+    *nbytes = size;
+    return TB_OK;
+}
+
+/* The largest power of two that divides the bytes of an element; 1 if these are not whole. */
+static int64_t alignment(const tb__safetensor *t) {
+    int64_t nelements, nbytes;
+    (void)tb_shape_size(&t->shape, TB_U8, &nelements, &nbytes); /* was checked */
+    int64_t width = nelements > 0 && t->nbytes % nelements == 0 ? t->nbytes / nelements : 1;
+    return width & -width;
+}
+
+/* The order of the official library: by alignment, and among dtypes of one width as its list has them. Those that are
+ * not known come before the others of their width. */
+static int tensor_order(const tb__safetensor *t) {
     static const tb_dtype order[] = {TB_BOOL, TB_F4E2M1, TB_U8,  TB_I8,  TB_F8E5M2, TB_F8E4M3, TB_E8M0, TB_I16, TB_U16,
                                      TB_F16,  TB_BF16,   TB_I32, TB_U32, TB_F32,    TB_F64,    TB_I64,  TB_U64};
     _Static_assert(sizeof order / sizeof *order == TB_DTYPE_COUNT - 1, "every dtype has its place");
     int i = 0;
-    while (order[i] != dtype)
+    int64_t bits = t->unknown_dtype ? tb__min64(alignment(t), 8) * 8 : 0;
+    while (t->unknown_dtype ? tb_dtype_bits(order[i]) < bits : order[i] != t->dtype)
         i++;
-    return i;
+    return 2 * i + !t->unknown_dtype;
 }
 
 static int compare_places(const void *left, const void *right) {
     const tb__safetensor *a = *(tb__safetensor *const *)left, *b = *(tb__safetensor *const *)right;
-    int first = dtype_order(a->dtype), second = dtype_order(b->dtype);
+    int first = tensor_order(a), second = tensor_order(b);
     return first != second ? second - first : strcmp(a->name, b->name);
 }
 
@@ -51,18 +82,13 @@ void tb__safetensors_add_string(tb__text *out, const char *string) {
 }
 
 static tb_status check_tensor(tb__safetensor *t) {
-    int64_t nelements;
     if (!tb__is_utf8(t->name))
         return tb__fail(TB_INVALID, "its name is not UTF-8");
     if (strlen(t->name) > TB__SAFETENSORS_MAX_HEADER)
         return tb__fail(TB_TOO_BIG, "its name is longer than a header may be");
     if (strcmp(t->name, "__metadata__") == 0)
         return tb__fail(TB_INVALID, "the format keeps this name for itself");
-    TB_TRY(tb_shape_size(&t->shape, t->dtype, &nelements, &t->nbytes));
-    if (nelements % tb__dtype_packing(t->dtype) != 0)
-        return tb__fail(TB_INVALID, "%" PRId64 " elements of %s do not fill whole bytes", nelements,
-                        tb_dtype_name(t->dtype));
-    return TB_OK;
+    return tb__safetensor_size(t, &t->nbytes);
 }
 
 static tb_status place_tensors(tb__safetensor *tensors, size_t count, tb__safetensor **order, int64_t *data_nbytes) {
@@ -118,7 +144,8 @@ static tb_status add_metadata(tb__text *out, const tb__safetensors_metadata *met
 
 static void add_tensor(tb__text *out, const tb__safetensor *t) {
     tb__safetensors_add_string(out, t->name);
-    tb__text_add(out, ":{\"dtype\":\"%s\",\"shape\":[", tb__dtype_safetensors(t->dtype));
+    tb__text_add(out, ":{\"dtype\":\"%s\",\"shape\":[",
+                 t->unknown_dtype ? t->unknown_dtype : tb__dtype_safetensors(t->dtype));
     for (int d = 0; d < t->shape.ndim; d++)
         tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
     tb__text_add(out, "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", t->offset, t->offset + t->nbytes);

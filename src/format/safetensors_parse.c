@@ -23,17 +23,27 @@ tb_status tb__safetensors_length(const void *bytes, int64_t file_nbytes, size_t 
     return TB_OK;
 }
 
-static tb_status read_dtype(const json_t *json, tb_dtype *out) {
+/* A word as the format has them for dtypes: "F8_E4M3FNUZ". */
+static bool is_dtype_name(const char *name) {
+    static const char letters[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789";
+    size_t length = strlen(name);
+    return name[0] >= 'A' && name[0] <= 'Z' && length <= 40 && strspn(name, letters) == length;
+}
+
+static tb_status read_dtype(const json_t *json, tb__arena *arena, tb__safetensor *out) {
     const char *name = json_string_value(json);
     if (!name)
         return tb__fail(TB_INVALID, "'dtype' is missing or not a string");
     for (tb_dtype d = TB_DTYPE_NONE + 1; d < TB_DTYPE_COUNT; d++) {
         if (strcmp(name, tb__dtype_safetensors(d)) == 0) {
-            *out = d;
+            out->dtype = d;
             return TB_OK;
         }
     }
-    return tb__fail(TB_INVALID, "dtype '%.40s' is not one that tensorbus knows", name);
+    if (!is_dtype_name(name))
+        return tb__fail(TB_INVALID, "dtype '%.40s' is not one that the format may have", name);
+    out->unknown_dtype = tb__arena_strdup(arena, name);
+    return out->unknown_dtype ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status read_shape(const json_t *json, tb_shape *out) {
@@ -64,17 +74,15 @@ static tb_status read_offsets(const json_t *json, int64_t *offset, int64_t *nbyt
     return TB_OK;
 }
 
-static tb_status read_tensor(const json_t *json, tb__safetensor *out) {
-    int64_t nelements, nbytes;
+static tb_status read_tensor(const json_t *json, tb__arena *arena, tb__safetensor *out) {
+    int64_t nbytes;
+    *out = (tb__safetensor){0};
     if (!json_is_object(json))
         return tb__fail(TB_INVALID, "it is not described by a JSON object");
-    TB_TRY(read_dtype(json_object_get(json, "dtype"), &out->dtype));
+    TB_TRY(read_dtype(json_object_get(json, "dtype"), arena, out));
     TB_TRY(read_shape(json_object_get(json, "shape"), &out->shape));
     TB_TRY(read_offsets(json_object_get(json, "data_offsets"), &out->offset, &out->nbytes));
-    TB_TRY(tb_shape_size(&out->shape, out->dtype, &nelements, &nbytes));
-    if (nelements % tb__dtype_packing(out->dtype) != 0)
-        return tb__fail(TB_INVALID, "%" PRId64 " elements of %s do not fill whole bytes", nelements,
-                        tb_dtype_name(out->dtype));
+    TB_TRY(tb__safetensor_size(out, &nbytes));
     if (nbytes != out->nbytes)
         return tb__fail(TB_INVALID, "its shape and dtype take %" PRId64 " bytes, but its data has %" PRId64, nbytes,
                         out->nbytes);
@@ -167,7 +175,7 @@ static tb_status read_header(const json_t *json, tb__safetensors_header *header)
             TB_TRY(read_notes(json_object_iter_value(it), header));
             continue;
         }
-        tb_status status = read_tensor(json_object_iter_value(it), &tensors[n]);
+        tb_status status = read_tensor(json_object_iter_value(it), &header->arena, &tensors[n]);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor '%.100s'", name);
         tensors[n].name = tb__arena_strdup(&header->arena, name);

@@ -24,7 +24,9 @@ static bool copy_tensors(tb__safetensors_writer *w, const tb__safetensor *tensor
     for (size_t i = 0; i < count; i++) {
         w->tensors[i] = tensors[i];
         w->tensors[i].name = tb__arena_strdup(&w->arena, tensors[i].name);
-        if (!w->tensors[i].name)
+        if (tensors[i].unknown_dtype)
+            w->tensors[i].unknown_dtype = tb__arena_strdup(&w->arena, tensors[i].unknown_dtype);
+        if (!w->tensors[i].name || (tensors[i].unknown_dtype && !w->tensors[i].unknown_dtype))
             return false;
         atomic_init(&w->written[i], 0);
     }

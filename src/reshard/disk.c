@@ -142,10 +142,10 @@ static tb_status check_data(const tb__disk_tensor *t, int32_t rank, const tb__di
     if (has_dtype)
         return TB_OK;
     if (format)
-        tb__set_detail("tensor '%.100s' is %s, but the data of %s is %s", t->name, tb_dtype_name(found->dtype), format,
-                       tb_dtype_name(wanted->dtype));
+        tb__set_detail("tensor '%.100s' is %s, but the data of %s is %s", t->name, tb__safetensor_dtype_name(found),
+                       format, tb_dtype_name(wanted->dtype));
     else
-        tb__set_detail("tensor '%.100s' is %s, but %s %s", t->name, tb_dtype_name(found->dtype),
+        tb__set_detail("tensor '%.100s' is %s, but %s %s", t->name, tb__safetensor_dtype_name(found),
                        is_said ? "the spec says" : "another rank has it as", tb_dtype_name(wanted->dtype));
     return tb__file_fail_within(TB_INVALID, source->file->path);
 }
@@ -163,7 +163,7 @@ static tb_status check_scales(tb__disk *disk, const tb__disk_tensor *t, int32_t 
     if (!is_shaped || source.tensor->dtype != wanted->dtype)
         return tb__file_fail(TB_INVALID, source.file->path,
                              "tensor '%.100s' is %s of %s, but %s has %s of %s for '%.100s'", wanted->name,
-                             text_of(found).text, tb_dtype_name(source.tensor->dtype), format,
+                             text_of(found).text, tb__safetensor_dtype_name(source.tensor), format,
                              text_of(&wanted->shape).text, tb_dtype_name(wanted->dtype), t->name);
     disk->src_nbytes += source.tensor->nbytes;
     return TB_OK;
@@ -202,7 +202,7 @@ static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *ou
         int64_t nbytes;
         if (!tensors[i].name)
             continue;
-        TB_TRY(tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &nbytes));
+        TB_TRY(tb__safetensor_size(&tensors[i], &nbytes));
         *out += nbytes;
         *data = i == TB__DISK_DATA ? nbytes : *data;
     }
@@ -243,6 +243,63 @@ static tb_status check_unknown_ranks(const tb__disk *disk, const tb__disk_tensor
                          "tensor '%.100s' is in it, but the rank is not in the tensor's source mesh", name);
 }
 
+/* Whether any rank has it in a dtype that is not known: which one. */
+static const tb__safetensor *find_unknown(const tb__disk *disk, const tb__disk_tensor *t) {
+    for (int32_t i = 0; i < tb_layout_nranks(t->src); i++) {
+        tb__disk_source source = tb__disk_input_find(disk->input, tb_layout_rank_at(t->src, i), t->name);
+        if (source.tensor && source.tensor->unknown_dtype)
+            return source.tensor;
+    }
+    return NULL;
+}
+
+static tb_status check_whole(const tb__safetensor *unknown, const tb_layout *layout, const char *side) {
+    for (int m = 0; m < layout->ndim; m++) {
+        tb_placement_kind kind = layout->place[m].kind;
+        if (kind != TB_REPLICATE && (kind != TB_SHARD || layout->shape[m] > 1))
+            return tb__fail(TB_INVALID,
+                            "tensor '%.100s' is %s, a dtype that tensorbus does not know: it can be copied whole, but "
+                            "mesh dim %d of '%s' does not replicate it",
+                            unknown->name, unknown->unknown_dtype, m, side);
+    }
+    return TB_OK;
+}
+
+/* What is of an unknown dtype is bytes, which every rank has whole. There are as many dims as the spec knows of, so
+ * that a placement over one rank may name any of them. */
+static tb_status take_unknown(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
+    const tb__safetensor *unknown = t->unknown;
+    if (rule->dst_dtype != TB_DTYPE_NONE || rule->dst_quant.kind)
+        return tb__fail(TB_INVALID,
+                        "tensor '%.100s' is %s, a dtype that tensorbus does not know: it can't be cast to %s", t->name,
+                        unknown->unknown_dtype,
+                        rule->dst_quant.kind ? tb__quant_name(rule->dst_quant.kind) : tb_dtype_name(rule->dst_dtype));
+    TB_TRY(check_whole(unknown, t->src, "src"));
+    TB_TRY(check_whole(unknown, t->dst, "dst"));
+    if (rule->has_shape && !same_shape(&rule->shape, &unknown->shape))
+        return tb__fail(TB_INVALID, "tensor '%.100s' is %s, but the spec says %s", t->name,
+                        text_of(&unknown->shape).text, text_of(&rule->shape).text);
+    for (int32_t i = 0; i < tb_layout_nranks(t->src); i++) {
+        int32_t rank = tb_layout_rank_at(t->src, i);
+        tb__disk_source source = tb__disk_input_find(disk->input, rank, t->name);
+        if (!source.tensor)
+            return fail_missing(&source, rank, t->name);
+        const char *name = tb__safetensor_dtype_name(source.tensor);
+        if (strcmp(name, unknown->unknown_dtype) != 0 || source.tensor->nbytes != unknown->nbytes ||
+            !same_shape(&source.tensor->shape, &unknown->shape))
+            return tb__file_fail(TB_INVALID, source.file->path,
+                                 "tensor '%.100s' is %s of %s, but another rank has it as %s of %s", t->name,
+                                 text_of(&source.tensor->shape).text, name, text_of(&unknown->shape).text,
+                                 unknown->unknown_dtype);
+        disk->src_nbytes += source.tensor->nbytes;
+    }
+    t->src_dtype = TB_U8;
+    t->shape.ndim = unknown->shape.ndim > 0 ? unknown->shape.ndim : 1;
+    for (int d = 0; d < t->shape.ndim; d++)
+        t->shape.dim[d] = d == t->shape.ndim - 1 ? unknown->nbytes : 1;
+    return TB_OK;
+}
+
 /* What the files have of it; sentences name the file and the tensor. */
 static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
     if (rule->src_quant.kind)
@@ -250,6 +307,10 @@ static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec
     TB_TRY(check_unknown_ranks(disk, t, t->name));
     TB_TRY(check_unknown_ranks(disk, t, t->src_quant.scales_name));
     TB_TRY(check_unknown_ranks(disk, t, t->src_quant.scale_name));
+    t->unknown =
+        rule->src_dtype == TB_DTYPE_NONE ? find_unknown(disk, t) : NULL; /* else check_data says what is wrong */
+    if (t->unknown)
+        return take_unknown(disk, t, rule);
     if (rule->has_shape)
         t->shape = rule->shape;
     else

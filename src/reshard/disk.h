@@ -26,6 +26,8 @@ typedef struct tb__disk_tensor {
     tb_dtype src_dtype, wire_dtype; /* a quantised source is read as src_dtype */
     tb_dtype band_dtype;            /* in which parts are brought together: what is written, or what is quantised */
     tb_dtype dst_dtype;             /* of what is written */
+    const tb__safetensor
+        *unknown; /* as a file has it, if the dtype is not known: its bytes are copied as u8; or NULL */
     tb__disk_quant src_quant, dst_quant;
     const char *group; /* whose parts share one scale, on all ranks; NULL: each part has its own */
     size_t amax;       /* which of disk->namax is the group's, or that of the target mesh's first rank */

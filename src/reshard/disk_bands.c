@@ -11,7 +11,10 @@ tb_status tb__disk_part_tensors(const tb__disk_tensor *t, int32_t rank, tb__safe
     TB_TRY(tb_layout_local(t->dst, &t->shape, rank, &local));
     tb_shape shape = local.shape;
     tb_local_fini(&local);
-    return tb__disk_quant_tensors(&t->dst_quant, t->name, t->dst_dtype, &shape, out);
+    TB_TRY(tb__disk_quant_tensors(&t->dst_quant, t->name, t->dst_dtype, &shape, out));
+    if (t->unknown)
+        out[TB__DISK_DATA] = *t->unknown;
+    return TB_OK;
 }
 
 /* What a row takes, before and after: data has at most half the bytes, and scales 1 for 16 elements, or 4 for more. */

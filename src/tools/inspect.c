@@ -18,7 +18,8 @@ static const char details[] =
     "  model.safetensors               a model in one file\n"
     "  model.safetensors.index.json    a model in several files; its weight_map says which tensor is where\n"
     "  rank_0.safetensors, rank_1...   a file for each rank\n"
-    "Headers are checked completely; data is not read. Tensors are sorted by name. What lies in the directory of\n"
+    "Headers are checked completely; data is not read. Tensors are sorted by name. A dtype that tensorbus does not\n"
+    "know is shown as the file has it (C64). What lies in the directory of\n"
     "a model but is not in its index, or beside the files of ranks, is told as ignored; `tensorbus reshard`\n"
     "refuses such a directory.\n"
     "An agent is `agent:` and the path of its socket. Shown are the tensors of its programs' batches: shape and\n"
@@ -90,7 +91,7 @@ static void add_tensor_json(report *r, const tb__safetensors *file, const tb__sa
     tb__text *out = &r->tensors_json;
     tb__text_add(out, r->ntensors ? ",{\"name\":" : "{\"name\":");
     tb__text_add_json(out, t->name);
-    tb__text_add(out, ",\"dtype\":\"%s\",\"shape\":[", tb_dtype_name(t->dtype));
+    tb__text_add(out, ",\"dtype\":\"%s\",\"shape\":[", tb__safetensor_dtype_name(t));
     for (int d = 0; d < t->shape.ndim; d++)
         tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
     tb__text_add(out, "],\"bytes\":%" PRId64 ",\"file\":", t->nbytes);
@@ -109,7 +110,7 @@ static void add_tensor(report *r, const tb__safetensors *file, const tb__safeten
         if (has_ranks(r))
             tool_table_cell(&r->tensors, "%" PRId32, rank);
         take_plain(&r->tensors, t->name);
-        tool_table_cell(&r->tensors, "%s", tb_dtype_name(t->dtype));
+        tool_table_cell(&r->tensors, "%s", tb__safetensor_dtype_name(t));
         tool_add_shape(&shape, &t->shape);
         tool_table_take(&r->tensors, &shape);
         add_bytes(&r->tensors, t->nbytes);

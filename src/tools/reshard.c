@@ -122,7 +122,7 @@ static int64_t peak_memory(void) {
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
     if (t->src_quant.format.kind)
         tb__text_add(out, "%s as ", tb__quant_name(t->src_quant.format.kind));
-    tb__text_add(out, "%s", tb_dtype_name(t->src_dtype));
+    tb__text_add(out, "%s", t->unknown ? t->unknown->unknown_dtype : tb_dtype_name(t->src_dtype));
     if (t->dst_quant.format.kind)
         tb__text_add(out, " to %s", tb__quant_name(t->dst_quant.format.kind));
     else if (t->dst_dtype != t->src_dtype)
@@ -140,7 +140,7 @@ static void add_tensors(tb__text *out, const tb__disk *disk) {
     for (size_t i = 0; i < disk->count; i++) {
         const tb__disk_tensor *t = &disk->tensors[i];
         tb__text shape = {0}, dtype = {0}, src = {0}, dst = {0};
-        tool_add_shape(&shape, &t->shape);
+        tool_add_shape(&shape, t->unknown ? &t->unknown->shape : &t->shape);
         add_dtypes(&dtype, t);
         tool_add_layout(&src, t->src);
         tool_add_layout(&dst, t->dst);
@@ -187,10 +187,12 @@ static void add_json_tensors(tb__text *out, const tb__disk *disk) {
         tb__text_add(out, i ? ",{\"name\":" : "{\"name\":");
         tb__text_add_json(out, t->name);
         tb__text_add(out, ",\"shape\":[");
-        for (int d = 0; d < t->shape.ndim; d++)
-            tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
-        tb__text_add(out, "],\"src_dtype\":\"%s\",\"dst_dtype\":\"%s\"", tb_dtype_name(t->src_dtype),
-                     tb_dtype_name(t->dst_dtype));
+        const tb_shape *shape = t->unknown ? &t->unknown->shape : &t->shape;
+        for (int d = 0; d < shape->ndim; d++)
+            tb__text_add(out, "%s%" PRId64, d ? "," : "", shape->dim[d]);
+        const char *unknown = t->unknown ? t->unknown->unknown_dtype : NULL;
+        tb__text_add(out, "],\"src_dtype\":\"%s\",\"dst_dtype\":\"%s\"",
+                     unknown ? unknown : tb_dtype_name(t->src_dtype), unknown ? unknown : tb_dtype_name(t->dst_dtype));
         if (t->src_quant.format.kind)
             tb__text_add(out, ",\"src_quantisation\":\"%s\"", tb__quant_name(t->src_quant.format.kind));
         if (t->dst_quant.format.kind)

@@ -420,6 +420,59 @@ else
 fi
 rm -rf "$tmp/killed"
 
+# tensors of dtypes that are not known: copied whole, with their bytes, dtype and shape; not cut, not cast
+header='{"w":{"dtype":"F32","shape":[4,2],"data_offsets":[0,32]},"z":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[32,35]},'
+header=$header'"freqs":{"dtype":"C64","shape":[2,2],"data_offsets":[35,67]}}'
+mkdir "$tmp/unknown"
+sparse "$tmp/unknown/model.safetensors" "$header" 0
+printf 'wwwwwwww........WWWWWWWW--------z6zfffffffffffffffFFFFFFFFFFFFFFF__' >>"$tmp/unknown/model.safetensors"
+spec() {
+    printf '{"dst_mesh": [2], "rules": [{"match": "w", "dst": "S0"}, %s {"match": "*"}]}' "$1" >"$tmp/unknown.json"
+}
+spec ''
+accepted reshard --spec "$tmp/unknown.json" --in "$tmp/unknown" --out "$tmp/unknown_ranks" --verify
+accepted reshard --spec "$tmp/unknown.json" --in "$tmp/unknown" --out "$tmp/unknown_dry" --dry-run --json
+printed '"name":"freqs","shape":\[2,2\],"src_dtype":"C64","dst_dtype":"C64",'
+for rank in 0 1; do
+    accepted inspect "$tmp/unknown_ranks/rank_$rank.safetensors"
+    printed '^freqs  *C64  *2,2  *32$'
+    printed '^w  *f32  *2,2  *16$'
+    printed '^z  *F6_E2M3  *4  *3$'
+done
+[ "$(tail -c 51 "$tmp/unknown_ranks/rank_0.safetensors")" = 'fffffffffffffffFFFFFFFFFFFFFFF__wwwwwwww........z6z' ] ||
+    fail "rank 0 has other bytes: $(tail -c 51 "$tmp/unknown_ranks/rank_0.safetensors")"
+[ "$(tail -c 51 "$tmp/unknown_ranks/rank_1.safetensors")" = 'fffffffffffffffFFFFFFFFFFFFFFF__WWWWWWWW--------z6z' ] ||
+    fail "rank 1 has other bytes: $(tail -c 51 "$tmp/unknown_ranks/rank_1.safetensors")"
+echo '{"src_mesh": [2], "rules": [{"match": "w", "src": "S0"}, {"match": "*"}]}' >"$tmp/unknown_back.json"
+accepted reshard --spec "$tmp/unknown_back.json" --in "$tmp/unknown_ranks" --out "$tmp/unknown_back" --hf --verify
+[ "$(tail -c 67 "$tmp/unknown_back/model.safetensors")" = \
+    'fffffffffffffffFFFFFFFFFFFFFFF__wwwwwwww........WWWWWWWW--------z6z' ] ||
+    fail "the model has other bytes: $(tail -c 67 "$tmp/unknown_back/model.safetensors")"
+# unknown_refused PATTERN RULE
+unknown_refused() {
+    spec "$2,"
+    refused "$1" reshard --spec "$tmp/unknown.json" --in "$tmp/unknown" --out "$tmp/unknown_refused"
+    nothing_left "$tmp/unknown_refused"
+}
+unknown_refused "tensor 'freqs' is C64, a dtype that tensorbus does not know: it can be copied whole, but mesh dim 0 of 'dst'" \
+    '{"match": "freqs", "dst": "S1"}'
+unknown_refused "tensor 'z' is F6_E2M3, a dtype .* can't be cast to bf16" '{"match": "z", "dst": {"dtype": "bf16"}}'
+unknown_refused "tensor 'freqs' is C64, .* can't be cast to mxfp8" '{"match": "freqs", "dst": {"quantisation": "mxfp8"}}'
+unknown_refused "tensor 'freqs' is C64, but the spec says f32" '{"match": "freqs", "dtype": "f32"}'
+unknown_refused "tensor 'freqs' is \[*2,2\]*, but the spec says \[*4\]*" '{"match": "freqs", "shape": [4]}'
+spec '{"match": "freqs", "skip": true},'
+accepted reshard --spec "$tmp/unknown.json" --in "$tmp/unknown" --out "$tmp/unknown_skipped" --verify
+accepted inspect "$tmp/unknown_skipped"
+not_printed 'freqs'
+# ranks that differ in bytes, or in the dtype
+printf 'y' | dd of="$tmp/unknown_ranks/rank_1.safetensors" conv=notrunc bs=1 2>/dev/null \
+    seek=$(($(wc -c <"$tmp/unknown_ranks/rank_1.safetensors") - 1))
+refused "'z'.*differ" reshard --spec "$tmp/unknown_back.json" --in "$tmp/unknown_ranks" --out "$tmp/unknown_refused"
+sed -i s/F6_E2M3/F6_E3M2/ "$tmp/unknown_ranks/rank_1.safetensors"
+refused "rank_1.*'z' is .* of F6_E3M2, but another rank has it as .* of F6_E2M3" \
+    reshard --spec "$tmp/unknown_back.json" --in "$tmp/unknown_ranks" --out "$tmp/unknown_refused"
+nothing_left "$tmp/unknown_refused"
+
 # a run that is ended from outside tidies up
 "$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/ended" --threads 1 --verify --sync \
     >"$out" 2>"$err" &

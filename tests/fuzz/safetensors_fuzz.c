@@ -14,7 +14,7 @@ static void check_header(const tb__safetensors_header *h, int64_t data_nbytes) {
         const tb__safetensor *t = &h->tensors[i];
         int64_t nbytes;
         expect(t->offset == end && t->nbytes >= 0);
-        expect(tb_shape_size(&t->shape, t->dtype, NULL, &nbytes) == TB_OK && nbytes == t->nbytes);
+        expect(tb__safetensor_size(t, &nbytes) == TB_OK && nbytes == t->nbytes);
         expect(tb__safetensors_find(h, t->name) == t);
         expect(i == 0 || strcmp(h->by_name[i - 1]->name, h->by_name[i]->name) < 0);
         end += t->nbytes;
@@ -48,6 +48,7 @@ static void check_round_trip(const tb__safetensors_header *h) {
         for (size_t i = 0; i < h->count; i++) {
             const tb__safetensor *t = tb__safetensors_find(&back, tensors[i].name);
             expect(t && t->dtype == tensors[i].dtype && t->offset == tensors[i].offset);
+            expect(strcmp(tb__safetensor_dtype_name(t), tb__safetensor_dtype_name(&tensors[i])) == 0);
             expect(t->shape.ndim == tensors[i].shape.ndim);
             for (int d = 0; d < t->shape.ndim; d++)
                 expect(t->shape.dim[d] == tensors[i].shape.dim[d]);
