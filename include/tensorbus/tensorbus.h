@@ -78,7 +78,9 @@ typedef enum tb_log_level { TB_LOG_OFF, TB_LOG_ERROR, TB_LOG_WARN, TB_LOG_INFO, 
 /* Called with one line, without a newline. May be called from any thread. */
 typedef void (*tb_log_fn)(void *arg, tb_log_level level, const char *line);
 
-/* Messages up to `level` go to `fn`; there is no sink until this is called. NULL takes it away. */
+/* Messages up to `level` go to `fn`; there is no sink until this is called. NULL takes it away. Of errors and warnings
+ * of one kind, the first 10 within a minute are messages; the others are counted, and their number is told by a later
+ * message, or when the sink is changed. */
 TB_API void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg);
 
 /* ---- Dtypes -------------------------------------------------------------------------------------------------- */

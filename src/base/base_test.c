@@ -2,6 +2,7 @@
 #include "base/dtype.h"
 #include "base/index.h"
 #include "base/log.h"
+#include "base/log_limit.h"
 #include "base/mem.h"
 #include "base/text.h"
 
@@ -162,6 +163,50 @@ static void keep(void *arg, tb_log_level level, const char *line) {
     snprintf(arg, 64, "%d %s", (int)level, line);
 }
 
+static void count_line(void *arg, tb_log_level level, const char *line) {
+    struct {
+        int nlines;
+        char last[512];
+    } *seen = arg;
+    assert_int_equal(level, TB_LOG_WARN);
+    seen->nlines++;
+    snprintf(seen->last, sizeof seen->last, "%s", line);
+}
+
+static void log_floods(void **state) {
+    (void)state;
+    struct {
+        int nlines;
+        char last[512];
+    } seen = {0};
+    char last[sizeof((tb__log_kind *)0)->last];
+    tb_log_set(TB_LOG_WARN, count_line, &seen);
+    for (int i = 1; i <= 11000; i++) {
+        tb__log(TB_LOG_WARN, "client %d is broken", i);
+        if (i == TB__LOG_BURST)
+            assert_string_equal(seen.last, "client 10 is broken; more of these are counted, for a minute");
+    }
+    assert_true(seen.nlines < 2 * TB__LOG_BURST); /* more than one burst only if this takes a minute */
+    tb__log(TB_LOG_WARN, "another kind");
+    assert_string_equal(seen.last, "another kind");
+    tb_log_set(TB_LOG_OFF, NULL, NULL);
+    assert_string_equal(seen.last, "10990 more like this one were left out within a minute: client 11000 is broken");
+
+    static const char a[] = "a", b[] = "b";
+    tb__log_limit limit = {0};
+    for (uint64_t i = 1; i <= 12; i++)
+        assert_int_equal(tb__log_limit_count(&limit, 1000, a, "line of a"), i);
+    assert_int_equal(tb__log_limit_count(&limit, 1000, b, "line of b"), 1);
+    assert_int_equal(tb__log_limit_take(&limit, 60999, last), 0); /* not over */
+    assert_int_equal(tb__log_limit_take(&limit, 61000, last), 2);
+    assert_string_equal(last, "line of a");
+    assert_int_equal(tb__log_limit_take(&limit, 61000, last), 0);
+    assert_int_equal(tb__log_limit_count(&limit, 61000, a, ""), 1);
+    assert_int_equal(tb__log_limit_count(&limit, 61000, b, ""), 1);
+    for (int i = 0; i < 2 * TB__LOG_KINDS; i++) /* more kinds than there is room for */
+        assert_int_equal(tb__log_limit_count(&limit, 61000, last + i, ""), 1);
+}
+
 static void log_lines(void **state) {
     (void)state;
     char line[64] = "";
@@ -178,9 +223,9 @@ static void log_lines(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(dtypes),    cmocka_unit_test(sizes),   cmocka_unit_test(growing_text),
-        cmocka_unit_test(memory),    cmocka_unit_test(indices), cmocka_unit_test(errors_say_where),
-        cmocka_unit_test(log_lines),
+        cmocka_unit_test(dtypes),    cmocka_unit_test(sizes),      cmocka_unit_test(growing_text),
+        cmocka_unit_test(memory),    cmocka_unit_test(indices),    cmocka_unit_test(errors_say_where),
+        cmocka_unit_test(log_lines), cmocka_unit_test(log_floods),
     };
     return cmocka_run_group_tests_name("base", tests, NULL, NULL);
 }

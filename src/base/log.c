@@ -1,30 +1,52 @@
-/* The log: one sink for the process, set by the program. */
+/* The log: one sink for the process, set by the program. Errors and warnings that come too often are counted instead.
+ */
 #include "base/log.h"
+
+#include "base/int.h"
+#include "base/log_limit.h"
+#include "base/process.h"
 #include "base/text.h"
 
+#include <inttypes.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <string.h>
+
+#define LAST_ONE "; more of these are counted, for a minute"
 
 static _Atomic(tb_log_level) threshold = TB_LOG_OFF;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static tb_log_fn sink;
 static void *sink_arg;
+static tb__log_limit limit;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Another thread may have held the lock at the fork. */
+/* Another thread may have held the lock at the fork. The parent tells what it left out. */
 static void after_fork_in_child(void) {
     pthread_mutex_init(&lock, NULL);
+    limit = (tb__log_limit){0};
 }
 
 static void watch_forks(void) {
     pthread_atfork(NULL, NULL, after_fork_in_child);
 }
 
+/* Says how many lines were left out in periods that are over at this time. Under the lock. */
+static void tell_left_out(int64_t now_ms) {
+    char last[sizeof limit.kinds->last], line[sizeof last + 100];
+    for (uint64_t n; (n = tb__log_limit_take(&limit, now_ms, last)) > 0;) {
+        snprintf(line, sizeof line, "%" PRIu64 " more like this one were left out within a minute: %s", n, last);
+        if (sink)
+            sink(sink_arg, TB_LOG_WARN, line);
+    }
+}
+
 void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg) {
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&lock);
+    tell_left_out(INT64_MAX);
     sink = fn;
     sink_arg = arg;
     atomic_store(&threshold, fn ? level : TB_LOG_OFF);
@@ -40,8 +62,13 @@ void tb__log(tb_log_level level, const char *format, ...) {
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
     tb__text_tame(line);
+    int64_t now_ms = tb__now_ms();
     pthread_mutex_lock(&lock);
-    if (sink)
+    tell_left_out(now_ms);
+    uint64_t count = level <= TB_LOG_WARN ? tb__log_limit_count(&limit, now_ms, format, line) : 0;
+    if (count == TB__LOG_BURST)
+        snprintf(line + tb__min_size(strlen(line), sizeof line - sizeof LAST_ONE), sizeof LAST_ONE, LAST_ONE);
+    if (sink && count <= TB__LOG_BURST)
         sink(sink_arg, level, line);
     pthread_mutex_unlock(&lock);
 }

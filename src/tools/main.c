@@ -107,7 +107,9 @@ static int run(const tool_command *command, char **argv) {
     if (status != TB_OK)
         return tool_fail_status(status);
     tb_log_set(tb__config_log(&config), log_line, NULL);
-    return command->run(&config, value);
+    exit_status = command->run(&config, value);
+    tb_log_set(TB_LOG_OFF, NULL, NULL); /* what was left out is told */
+    return exit_status;
 }
 
 /* A file opened later must not take the place of a standard stream that the caller closed. Whoever writes to such a
