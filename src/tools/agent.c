@@ -30,7 +30,8 @@ static const tool_option options[] = {
     [CHECKSUM] = {"checksum", NULL,
                   "every bucket of every batch goes with a sum of its bytes, compared where it arrives"},
     [NO_GPU] = {"no-gpu", NULL, "use no GPU: programs copy what they have there through host memory"},
-    [HTTP] = {"http", "[ADDRESS:]PORT", "serve /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
+    [HTTP] = {"http", "[ADDRESS:]PORT",
+              "serve /metrics, /status and /healthz over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
 

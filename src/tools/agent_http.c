@@ -72,25 +72,27 @@ static enum MHD_Result on_request(void *arg, struct MHD_Connection *connection, 
         *upload_size = 0;
         return MHD_YES;
     }
-    bool is_metrics = strcmp(url, "/metrics") == 0;
+    bool is_metrics = strcmp(url, "/metrics") == 0, is_health = strcmp(url, "/healthz") == 0;
     if (strcmp(method, MHD_HTTP_METHOD_GET) != 0 && strcmp(method, MHD_HTTP_METHOD_HEAD) != 0)
         return refuse(connection, MHD_HTTP_METHOD_NOT_ALLOWED, "only GET and HEAD");
-    if (!is_metrics && strcmp(url, "/status") != 0)
-        return refuse(connection, MHD_HTTP_NOT_FOUND, "there are /metrics and /status");
+    if (!is_metrics && !is_health && strcmp(url, "/status") != 0)
+        return refuse(connection, MHD_HTTP_NOT_FOUND, "there are /metrics, /status and /healthz");
     char *report = NULL;
     tb__text text = {0};
     tb_status status = tb__agent_report(http->agent, REPORT_MS, &report);
     if (status == TB_OK && is_metrics)
         status = make_metrics(report, &text);
-    else if (status == TB_OK)
-        tb__text_add(&text, "%s\n", report);
+    else if (status == TB_OK) /* an agent that can make its report is well */
+        tb__text_add(&text, "%s\n", is_health ? "ok" : report);
     free(report);
     if (status != TB_OK) {
         tb__text_fini(&text);
         return refuse(connection, MHD_HTTP_SERVICE_UNAVAILABLE, tb_error_detail());
     }
-    return answer(connection, MHD_HTTP_OK, is_metrics ? "text/plain; version=0.0.4; charset=utf-8" : "application/json",
-                  &text);
+    const char *type = is_metrics  ? "text/plain; version=0.0.4; charset=utf-8"
+                       : is_health ? "text/plain; charset=utf-8"
+                                   : "application/json";
+    return answer(connection, MHD_HTTP_OK, type, &text);
 }
 
 /* ---- Where it listens ------------------------------------------------------------------------------------------ */

@@ -44,8 +44,31 @@ static void add_agent(tb__text *out, const json_t *report) {
     add_gauge(out, "peers_lost", "Ranks that were met and have been lost.", (int64_t)(npeers - nalive));
 }
 
+static const char *const directions[] = {"send", "recv"};
+
+/* `key` has the bounds and counts, `sum` what all values make together. */
+static void add_histogram(tb__text *out, const json_t *totals, const char *name, const char *key, const char *sum,
+                          const char *help) {
+    add_head(out, name, "histogram", help);
+    for (int d = 0; d < 2; d++) {
+        const json_t *total = json_object_get(totals, directions[d]), *counts = json_object_get(total, key);
+        const char *direction = directions[d];
+        int64_t count = tool_json_int(total, "transfers");
+        size_t i;
+        json_t *bucket;
+        json_array_foreach(counts, i, bucket) {
+            tb__text_add(out, "tensorbus_%s_bucket{direction=\"%s\",le=\"%.12g\"} %" JSON_INTEGER_FORMAT "\n", name,
+                         direction, json_number_value(json_array_get(bucket, 0)),
+                         json_integer_value(json_array_get(bucket, 1)));
+        }
+        tb__text_add(out, "tensorbus_%s_bucket{direction=\"%s\",le=\"+Inf\"} %" PRId64 "\n", name, direction, count);
+        tb__text_add(out, "tensorbus_%s_sum{direction=\"%s\"} %.15g\n", name, direction,
+                     json_number_value(json_object_get(total, sum)));
+        tb__text_add(out, "tensorbus_%s_count{direction=\"%s\"} %" PRId64 "\n", name, direction, count);
+    }
+}
+
 static void add_totals(tb__text *out, const json_t *totals) {
-    static const char *const directions[] = {"send", "recv"};
     add_head(out, "transfers_total", "counter", "Transfers that have ended, by direction and outcome.");
     for (int i = 0; i < 2; i++) {
         const json_t *total = json_object_get(totals, directions[i]);
@@ -62,6 +85,10 @@ static void add_totals(tb__text *out, const json_t *totals) {
     for (int i = 0; i < 2; i++)
         tb__text_add(out, "tensorbus_transfer_seconds_total{direction=\"%s\"} %.6f\n", directions[i],
                      tool_json_real(json_object_get(totals, directions[i]), "seconds"));
+    add_histogram(out, totals, "transfer_duration_seconds", "by_seconds", "seconds",
+                  "Seconds that successful transfers have taken, each.");
+    add_histogram(out, totals, "transfer_size_bytes", "by_bytes", "bytes",
+                  "Bytes that successful transfers have moved here, each.");
 }
 
 static void add_pairs(tb__text *out, const json_t *pairs) {

@@ -22,8 +22,8 @@ KEYS = {
     "batches.last.phases": "plan wait pack wire unpack commit",
     "peers": "rank label host transport sent received alive why",
     "totals": "send recv",
-    "totals.send": "transfers failures bytes seconds",
-    "totals.recv": "transfers failures bytes seconds",
+    "totals.send": "transfers failures bytes seconds by_seconds by_bytes",
+    "totals.recv": "transfers failures bytes seconds by_seconds by_bytes",
 }
 
 # Metrics: type and labels.
@@ -37,6 +37,8 @@ METRICS = {
     "transfers_total": ("counter", "direction outcome"),
     "bytes_total": ("counter", "direction"),
     "transfer_seconds_total": ("counter", "direction"),
+    "transfer_duration_seconds": ("histogram", "direction"),
+    "transfer_size_bytes": ("histogram", "direction"),
     "transfers_under_way": ("gauge", ""),
     "pair_ready": ("gauge", "pair remote"),
     "pair_bytes_total": ("counter", "pair direction"),
@@ -85,8 +87,9 @@ def check_metrics(text):
         equal(set(names), labels[name], f"labels of {name}, which differ between samples")
     for name, (kind, wanted) in METRICS.items():
         equal(types.get(name), kind, f"the type of tensorbus_{name}")
-        check(name in labels, f"there is no sample of tensorbus_{name}")
-        missing = set(wanted.split()) - labels[name]
+        sample = name + "_count" if kind == "histogram" else name
+        check(sample in labels, f"there is no sample of tensorbus_{sample}")
+        missing = set(wanted.split()) - labels[sample]
         check(not missing, f"tensorbus_{name} has no label {sorted(missing)}")
     page = read_page("operations.md")
     page = page[page.index("| metric |") :]

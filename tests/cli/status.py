@@ -66,11 +66,29 @@ def metrics(url):
         else:
             name, value = line.rsplit(" ", 1)
             family = name.split("{")[0]
+            if types.get(helped) == "histogram":
+                check(family in (helped + "_bucket", helped + "_sum", helped + "_count"), f"no sample of a histogram: {line}")
+                family = helped
             check(family == helped and family in types, f"a sample of no family: {line}")
             check((types[family] == "counter") == family.endswith("_total"), f"the type of {family}")
             check(name not in samples, f"twice: {name}")
             samples[name] = float(value)
+    for name, kind in types.items():
+        if kind == "histogram":
+            check_histogram(samples, name)
     return samples
+
+
+def check_histogram(samples, name):
+    """Buckets count up to the number of all, and their bounds ascend."""
+    for direction in "send", "recv":
+        label = f'direction="{direction}"'
+        buckets = [(float(n.split('le="')[1][:-2]), v) for n, v in samples.items()
+                   if n.startswith(f"{name}_bucket{{{label},")]
+        check(len(buckets) > 2 and buckets == sorted(set(buckets)), f"{name}: {buckets}")
+        counts = [count for _, count in buckets]
+        check(counts == sorted(counts), f"{name}: {buckets}")
+        check(buckets[-1] == (float("inf"), samples[f"{name}_count{{{label}}}"]), f"{name}: {buckets}")
 
 
 def expect_metrics(url, **wanted):
@@ -139,6 +157,7 @@ try:
     check(r["store"] == {"connected": True, "why": ""}, f"{r}")
     check(r["clients"] == r["pairs"] == r["batches"] == r["peers"] == [], f"{r}")
     expect_metrics(url, store_connected=1, clients=0, peers_alive=0)
+    check(get(url + "/healthz") == (200, "text/plain; charset=utf-8", "ok\n"), f"/healthz: {get(url + '/healthz')}")
     check(get(url + "/")[0] == 404 and get(url + "/metrics/x")[0] == 404, "other paths are served")
     check(get(url + "/status", "POST")[0] == 405, "POST is served")
     check(get(url + "/status", "HEAD")[::2] == (200, ""), "HEAD is not served")
@@ -222,7 +241,16 @@ try:
         check(r["peers"][0][key] == 3 * NBYTES and r["peers"][0]["sent"] * r["peers"][0]["received"] == 0, f"{r['peers']}")
         check(batch["why"] == "", f"{batch}")
         check([p["alive"] for p in r["peers"]] == [True] and r["peers"][0]["rank"] != r["rank"], f"{r['peers']}")
+    bound = 1024
+    while bound < NBYTES:
+        bound *= 4
     samples = expect_metrics(url, **{
+        'transfer_duration_seconds_count{direction="send"}': 3,
+        'transfer_size_bytes_sum{direction="send"}': 3 * NBYTES,
+        f'transfer_size_bytes_bucket{{direction="send",le="{bound}"}}': 3,
+        f'transfer_size_bytes_bucket{{direction="send",le="{bound // 4}"}}': 0,
+        f'transfer_size_bytes_bucket{{direction="send",le="{4 * bound}"}}': 3,
+        'transfer_size_bytes_bucket{direction="recv",le="+Inf"}': 0,
         'transfers_total{direction="send",outcome="success"}': 3,
         'transfers_total{direction="send",outcome="failure"}': 0,
         'transfers_total{direction="recv",outcome="success"}': 0,

@@ -201,10 +201,20 @@ struct agent_job {
     tb__message reply;
 };
 
+/* How many values are at most `first`, at most 4 times that, and so on. */
+enum { AGENT_BOUNDS = 14 };
+typedef struct agent_histogram {
+    uint64_t count[AGENT_BOUNDS];
+} agent_histogram;
+
+#define AGENT_FIRST_SECONDS 0.0001
+#define AGENT_FIRST_NBYTES  1024.0
+
 /* Transfers since the start, in one direction. */
 typedef struct agent_totals {
     uint64_t ndone, nfailed, nbytes; /* bytes of those that succeeded */
     double seconds;                  /* the same */
+    agent_histogram by_seconds, by_nbytes;
 } agent_totals;
 
 struct tb__agent {

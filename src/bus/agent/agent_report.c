@@ -209,9 +209,20 @@ static json_t *report_peers(const tb_world *world) {
     return peers;
 }
 
+/* [bound, count] of each bound */
+static json_t *report_histogram(double first, const agent_histogram *histogram) {
+    json_t *pairs = json_array();
+    double bound = first;
+    for (int i = 0; i < AGENT_BOUNDS; i++, bound *= 4)
+        json_array_append_new(pairs, json_pack("[f,I]", bound, number(histogram->count[i])));
+    return pairs;
+}
+
 static json_t *report_totals(const agent_totals *t) {
-    return json_pack("{s:I,s:I,s:I,s:f}", "transfers", number(t->ndone), "failures", number(t->nfailed), "bytes",
-                     number(t->nbytes), "seconds", t->seconds);
+    return json_pack("{s:I,s:I,s:I,s:f,s:o,s:o}", "transfers", number(t->ndone), "failures", number(t->nfailed),
+                     "bytes", number(t->nbytes), "seconds", t->seconds, "by_seconds",
+                     report_histogram(AGENT_FIRST_SECONDS, &t->by_seconds), "by_bytes",
+                     report_histogram(AGENT_FIRST_NBYTES, &t->by_nbytes));
 }
 
 static json_t *report_plans(const tb_world *world) {

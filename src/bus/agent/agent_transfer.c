@@ -300,6 +300,12 @@ tb_status tb__agent_begin_transfer(agent_job *job) {
     return TB_OK;
 }
 
+static void add_to_histogram(agent_histogram *histogram, double first, double value) {
+    double bound = first;
+    for (int i = 0; i < AGENT_BOUNDS; i++, bound *= 4)
+        histogram->count[i] += value <= bound;
+}
+
 static void count_transfer(const agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     agent_totals *totals = &job->agent->totals[is_send];
@@ -311,6 +317,8 @@ static void count_transfer(const agent_job *job) {
     totals->ndone++;
     totals->nbytes += job->reply.bytes.value;
     totals->seconds += job->reply.seconds.value;
+    add_to_histogram(&totals->by_seconds, AGENT_FIRST_SECONDS, job->reply.seconds.value);
+    add_to_histogram(&totals->by_nbytes, AGENT_FIRST_NBYTES, (double)job->reply.bytes.value);
     for (size_t i = 0; job->moved && i < b->batch_pairs.count; i++)
         b->batch_pairs.item[i].pair->moved[is_send] += (uint64_t)job->moved[i];
 }
