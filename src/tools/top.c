@@ -29,8 +29,9 @@ static const tool_option options[] = {
 
 static const char details[] =
     "Shows all agents of this user, as `tensorbus status` finds them, until q or Ctrl-C. GB/s are those since the\n"
-    "look before; those of pairs and peers count what has been completed. Without a terminal it does what\n"
-    "--once does.\n";
+    "look before; those of pairs and peers count what has been completed. What goes from one of these agents to\n"
+    "another is both sent and received: the first line has the two apart. Peers are sorted by rank. Without a\n"
+    "terminal it does what --once does.\n";
 
 static tb_status look(tool_agents *agents, int timeout_ms) {
     TB_TRY(tool_agents_find(agents));

@@ -27,16 +27,16 @@ static const json_t *find(const json_t *list, const char *key, const char *text)
     return NULL;
 }
 
-/* Bytes that an agent had moved by then, of transfers that have ended and of those that have not. */
-static double moved(const json_t *report) {
+/* Bytes that an agent had sent or received by then, of transfers that have ended and of those that have not. */
+static double moved(const json_t *report, const char *direction) {
     const json_t *totals = json_object_get(report, "totals");
-    double sum = tool_json_real(json_object_get(totals, "send"), "bytes") +
-                 tool_json_real(json_object_get(totals, "recv"), "bytes");
+    double sum = tool_json_real(json_object_get(totals, direction), "bytes");
     size_t i, j;
     json_t *batch, *transfer;
     json_array_foreach(json_object_get(report, "batches"), i, batch) {
         json_array_foreach(json_object_get(batch, "transfers"), j, transfer) {
-            sum += tool_json_real(transfer, "bytes_done");
+            if (strcmp(tool_json_text(transfer, "direction"), direction) == 0)
+                sum += tool_json_real(transfer, "bytes_done");
         }
     }
     return sum;
@@ -48,8 +48,8 @@ static double per_second(view_of view, double now, double before) {
     return seconds > 0 && now > before ? (now - before) / seconds / 1e9 : 0;
 }
 
-static double agent_speed(view_of view) {
-    return view->before ? per_second(view, moved(view->report), moved(view->before)) : 0;
+static double agent_speed(view_of view, const char *direction) {
+    return view->before ? per_second(view, moved(view->report, direction), moved(view->before, direction)) : 0;
 }
 
 /* Since the report before, or since it began if that is later. */
@@ -100,7 +100,7 @@ static void add_agent_row(tool_table *table, view_of view) {
     tool_table_cell(table, "%" PRId64, tool_json_int(send, "failures") + tool_json_int(recv, "failures"));
     tool_table_cell(table, "%s", tool_size(tool_json_int(send, "bytes")).text);
     tool_table_cell(table, "%s", tool_size(tool_json_int(recv, "bytes")).text);
-    take_speed(table, agent_speed(view));
+    take_speed(table, agent_speed(view, "send") + agent_speed(view, "recv"));
 }
 
 static void take_bar(tool_table *table, double done, double total) {
@@ -180,13 +180,36 @@ static void add_client_rows(tool_table *table, view_of view) {
     }
 }
 
-/* Those that have moved something. The last incarnation of a rank comes first. */
-static void add_peer_rows(tool_table *table, view_of view) {
+static int compare_ranks(const void *left, const void *right) {
+    int64_t a = tool_json_int(*(const json_t *const *)left, "rank");
+    int64_t b = tool_json_int(*(const json_t *const *)right, "rank");
+    return (a > b) - (a < b);
+}
+
+/* The peers of a report that are alive, or those that are not, by rank; to be freed by the caller. */
+static const json_t **sort_peers(tool_table *table, view_of view, bool is_alive, size_t *count) {
+    const json_t *peers = json_object_get(view->report, "peers");
+    const json_t **sorted = tb__malloc(json_array_size(peers), sizeof *sorted);
     size_t i;
     json_t *peer;
-    json_array_foreach(json_object_get(view->report, "peers"), i, peer) {
-        if (!json_is_true(json_object_get(peer, "alive")) ||
-            tool_json_int(peer, "sent") + tool_json_int(peer, "received") == 0)
+    *count = 0;
+    table->failed |= !sorted;
+    json_array_foreach(peers, i, peer) {
+        if (sorted && json_is_true(json_object_get(peer, "alive")) == is_alive)
+            sorted[(*count)++] = peer;
+    }
+    if (*count > 0)
+        qsort(sorted, *count, sizeof *sorted, compare_ranks);
+    return sorted;
+}
+
+/* Those that have moved something. */
+static void add_peer_rows(tool_table *table, view_of view) {
+    size_t count;
+    const json_t **peers = sort_peers(table, view, true, &count);
+    for (size_t i = 0; i < count; i++) {
+        const json_t *peer = peers[i];
+        if (tool_json_int(peer, "sent") + tool_json_int(peer, "received") == 0)
             continue;
         take_seat(table, view);
         tool_table_cell(table, "%s", tool_json_text(peer, "label"));
@@ -195,18 +218,18 @@ static void add_peer_rows(tool_table *table, view_of view) {
         tool_table_cell(table, "%s", tool_size(tool_json_int(peer, "received")).text);
         take_speed(table, speed_of(view, "peers", "label", peer));
     }
+    free(peers);
 }
 
 static void add_lost_rows(tool_table *table, view_of view) {
-    size_t i;
-    json_t *peer;
-    json_array_foreach(json_object_get(view->report, "peers"), i, peer) {
-        if (json_is_true(json_object_get(peer, "alive")))
-            continue;
+    size_t count;
+    const json_t **peers = sort_peers(table, view, false, &count);
+    for (size_t i = 0; i < count; i++) {
         take_seat(table, view);
-        tool_table_cell(table, "%s", tool_json_text(peer, "label"));
-        tool_table_cell(table, "%s", tool_json_text(peer, "why"));
+        tool_table_cell(table, "%s", tool_json_text(peers[i], "label"));
+        tool_table_cell(table, "%s", tool_json_text(peers[i], "why"));
     }
+    free(peers);
 }
 
 /* ---- The screen ------------------------------------------------------------------------------------------------ */
@@ -227,7 +250,7 @@ static const struct {
 
 static void add_summary(tb__text *out, const tool_agents *agents) {
     size_t nagents = 0, nclients = 0, nmoving = 0, i;
-    double gb_per_s = 0;
+    double sent = 0, received = 0; /* not added up: what goes from one of these agents to another is in both */
     char now[16];
     time_t seconds = time(NULL);
     struct tm local;
@@ -238,14 +261,15 @@ static void add_summary(tb__text *out, const tool_agents *agents) {
             continue;
         nagents++;
         nclients += json_array_size(json_object_get(view->report, "clients"));
-        gb_per_s += agent_speed(view);
+        sent += agent_speed(view, "send");
+        received += agent_speed(view, "recv");
         json_array_foreach(json_object_get(view->report, "batches"), i, batch) {
             nmoving += json_array_size(json_object_get(batch, "transfers"));
         }
     }
     strftime(now, sizeof now, "%H:%M:%S", localtime_r(&seconds, &local));
-    tb__text_add(out, "%s  agents %zu, clients %zu, transfers under way %zu, %.2f GB/s\n", now, nagents, nclients,
-                 nmoving, gb_per_s);
+    tb__text_add(out, "%s  agents %zu, clients %zu, transfers under way %zu, sent %.2f GB/s, received %.2f GB/s\n", now,
+                 nagents, nclients, nmoving, sent, received);
 }
 
 void top_draw(tb__text *out, const tool_agents *agents) {
