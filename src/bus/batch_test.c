@@ -230,6 +230,30 @@ static void test_timeout_names_who_is_missing(void **state) {
     run_ranks(missing_rank, 2, 2, NULL);
 }
 
+/* The two sides call it by different names: each is told what the other one calls it. */
+static void other_name(rank *r) {
+    setup s;
+    const char *others = is_a(r) ? "of pair 'p' (1 of 2 ranks have); it has registered 'theirs'"
+                                 : "of pair 'p' (1 of 2 ranks have); it has registered 'ours'";
+    int64_t deadline_ms = tb__now_ms() + 60000;
+    make_pair(r, "mesh=1 place=R", &s.pair);
+    part_init(&s.w, "mesh=1 place=R", r->index, 8, 8);
+    tb_tensor w = part_tensor(&s.w);
+    check_ok(tb_batch_create(r->world, is_a(r) ? "ours" : "theirs", NULL, &s.batch));
+    check_ok(tb_batch_add(s.batch, s.pair, "w", &w));
+    do
+        check_fails(tb_batch_register(s.batch, 50), TB_TIMEOUT, "has not registered batch");
+    while (!strstr(tb_error_detail(), others) && tb__now_ms() < deadline_ms); /* it may register later than this rank */
+    check_fails(tb_batch_register(s.batch, 50), TB_TIMEOUT, others);
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_timeout_tells_what_the_peer_has_registered(void **state) {
+    (void)state;
+    run_ranks(other_name, 1, 1, NULL);
+}
+
 /* ---- Casts ----------------------------------------------------------------------------------------------------- */
 
 typedef struct cast {
@@ -503,6 +527,7 @@ int main(void) {
         cmocka_unit_test(test_disagreement_is_found_by_all),
         cmocka_unit_test(test_one_side_registers_again_first),
         cmocka_unit_test(test_timeout_names_who_is_missing),
+        cmocka_unit_test(test_timeout_tells_what_the_peer_has_registered),
         cmocka_unit_test(test_dtypes_may_differ),
         cmocka_unit_test(test_pairs_with_different_ranks),
         cmocka_unit_test(test_a_name_can_be_used_again),

@@ -345,6 +345,25 @@ const tb__peer *tb__exchange_find_missing(const tb__exchange *exchange) {
     return NULL;
 }
 
+/* Batches of this pair that the peer has registered and this rank has not: "; it has registered 'a', 'b'". */
+static void list_other_batches(const tb__exchange *exchange, size_t peer, char *out, size_t room) {
+    enum { MOST = 3 };
+    static const char prefix[] = "batch\n";
+    size_t next = 0, count = 0;
+    int used = 0;
+    out[0] = '\0';
+    for (const char *key; (key = tb__handshake_next_early(&exchange->handshake, peer, &next));) {
+        const char *name = strncmp(key, prefix, sizeof prefix - 1) == 0 ? key + sizeof prefix - 1 : NULL;
+        const char *end = name ? strchr(name, '\n') : NULL;
+        if (!end || strcmp(end + 1, exchange->pair->name) != 0 || ++count > MOST)
+            continue;
+        used += snprintf(out + used, room - (size_t)used, "%s'%.*s'", count > 1 ? ", " : "; it has registered ",
+                         (int)tb__min64(end - name, 60), name);
+    }
+    if (count > MOST)
+        snprintf(out + used, room - (size_t)used, " and %zu more", count - MOST);
+}
+
 tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
     const tb__handshake *handshake = &exchange->handshake;
     const char *what = exchange->what, *pair = exchange->pair->name, *shortage = tb__shortage_text();
@@ -357,8 +376,10 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
         if (*shortage)
             return tb__fail(TB_TIMEOUT, "the registration by %s of %s of pair '%s' has not arrived%s", label, what,
                             pair, cause);
-        return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s", label, what,
-                        pair, nhave, handshake->npeers, cause);
+        char others[300];
+        list_other_batches(exchange, late, others, sizeof others);
+        return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s%s", label, what,
+                        pair, nhave, handshake->npeers, others, cause);
     }
     const tb__peer *missing = tb__exchange_find_missing(exchange);
     return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",

@@ -618,6 +618,17 @@ bool tb__handshakes_wait(tb_world *world, bool (*is_true)(void *arg), void *arg,
     return is_true(arg);
 }
 
+const char *tb__handshake_next_early(const tb__handshake *handshake, size_t peer, size_t *next) {
+    const tb__peer *p = handshake->peers[peer];
+    const tb_world *world = handshake->world;
+    while (*next < world->early.count) {
+        const tb__early_manifest *e = &world->early.item[(*next)++];
+        if (e->rank == p->rank && e->incarnation == p->incarnation)
+            return e->key;
+    }
+    return NULL;
+}
+
 size_t tb__handshake_find_missing(const tb__handshake *handshake, size_t *nhave) {
     *nhave = handshake->npeers - handshake->nunconfirmed;
     if (handshake->nunconfirmed == 0)

@@ -94,6 +94,10 @@ bool tb__handshakes_wait(tb_world *world, bool (*is_true)(void *arg), void *arg,
  * `nhave`: how many ranks have sent theirs. TB__NOWHERE: none is missing. */
 size_t tb__handshake_find_missing(const tb__handshake *handshake, size_t *nhave);
 
+/* Other handshakes for which this rank has the peer's manifest, but which it has not made itself: their keys, one a
+ * call. *next is 0 at first. NULL: there are no more. Leads have those of their members, and of the other lead. */
+const char *tb__handshake_next_early(const tb__handshake *handshake, size_t peer, size_t *next);
+
 size_t tb__handshake_find(const tb__handshake *handshake, const tb__peer *peer); /* TB__NOWHERE: not in it */
 bool tb__handshake_exists(const tb_world *world, const char *key);
 
