@@ -101,7 +101,7 @@ static void send_batch(member *m, tb_pair *pair, const char *name, bool has_copi
         assert_ok(tb_batch_add(batch, pair, tensor, &t));
     }
     for (int version = 1; version <= NVERSIONS; version++) {
-        tb_transfer *t;
+        tb_transfer *t = NULL;
         write_tensors(m, sends ? version : 0);
         meet(m);
         assert_ok((sends ? tb_send : tb_recv)(batch, NULL, &t));

@@ -322,9 +322,10 @@ static void token(void **state) {
     tb__directory_close(d);
 }
 
+/* Those that the log has only counted come as one line: "9 more like this one ...". */
 static void count_warnings(void *arg, tb_log_level level, const char *line) {
     if (level == TB_LOG_WARN && strstr(line, "is not a valid seat or note"))
-        ++*(_Atomic int *)arg;
+        *(_Atomic int *)arg += strstr(line, " more like this one ") ? atoi(line) : 1;
 }
 
 static void nonsense(void **state) {

@@ -182,10 +182,10 @@ static size_t count_bytes(const char *dump, bool is_staged_only) {
     for (const char *line = strchr(dump, '\n'); line && line[1]; line = strchr(line + 1, '\n')) {
         const char *staged = strstr(line, "staged ("), *end = strstr(line + 1, "\n"), *id = strstr(line, " bytes, id ");
         check(end && id && id < end);
-        while (id[-1] != ' ')
+        while (id && id[-1] != ' ')
             id--;
         if (!is_staged_only || (staged && staged < end))
-            nbytes += strtoul(id, NULL, 10);
+            nbytes += id ? strtoul(id, NULL, 10) : 0;
     }
     return nbytes;
 }

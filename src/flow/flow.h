@@ -226,10 +226,10 @@ typedef struct tb__leg {
     tb_phase copy_phase; /* ... this phase */
     bool is_ending;      /* it ends when the last copy is done */
     int64_t begun_ms;
-    int64_t wake_ms;     /* it must be stepped at this time; 0: none */
-    int64_t stuck_ms;    /* of a leg that is ending: copies that are not done by then are given up with their memory */
-    int64_t acks_ms;     /* how long it waits for acknowledgements */
-    tb__fault failure;   /* it has failed, and waits REASON_MS for a rank that reports the cause */
+    int64_t wake_ms;   /* it must be stepped at this time; 0: none */
+    int64_t stuck_ms;  /* of a leg that is ending: copies that are not done by then are given up with their memory */
+    int64_t acks_ms;   /* how long it waits for acknowledgements */
+    tb__fault failure; /* it has failed, and waits REASON_MS for a rank that reports the cause */
     tb__phases *phases;
 } tb__leg;
 

@@ -161,8 +161,8 @@ static void place_parts(worker *w) {
         if (w->pool->has_agents && w->seat[0] >= 0 && w->seat[1] >= 0)
             b->is_bus = true; /* agents do not send and receive other memory at the same time */
 #ifdef TB_SLOW_DEVICE
-        /* Tensors that overlap in other host memory are pinned one by one. compute-sanitizer takes an element that is in
-         * the pinned bytes of two of them for out of bounds. */
+        /* Tensors that overlap in other host memory are pinned one by one. compute-sanitizer takes an element that is
+         * in the pinned bytes of two of them for out of bounds. */
         b->is_bus |= w->is_aliased && is_test_on_gpu();
 #endif
         b->image = malloc(b->nbytes);

@@ -88,12 +88,10 @@ static void destroy_pair(void *arg) {
 
 /* One that nobody uses, which is PAIR_ENDING from now on; NULL: there is none. */
 static agent_pair *take_unused_pair(tb__agent *agent) {
-    agent_pair *p;
     pthread_mutex_lock(&agent->pair_lock);
-    LIST_FOREACH(p, &agent->pairs, link) {
-        if (p->state == PAIR_MADE && p->users.count == 0 && p->nbatches == 0 && p->nrequests == 0)
-            break;
-    }
+    agent_pair *p = LIST_FIRST(&agent->pairs);
+    while (p && (p->state != PAIR_MADE || p->users.count > 0 || p->nbatches > 0 || p->nrequests > 0))
+        p = LIST_NEXT(p, link);
     if (p)
         p->state = PAIR_ENDING;
     pthread_mutex_unlock(&agent->pair_lock);
@@ -126,15 +124,13 @@ static void remove_user(agent_pair *p, const agent_session *s) {
 
 /* The client does not want the pair any more; NULL: any pair. */
 static void give_up_pair(tb__agent *agent, const agent_session *s, const char *name, const char *local) {
-    agent_pair *p;
-    agent_job *job;
     pthread_mutex_lock(&agent->pair_lock);
-    LIST_FOREACH(job, &agent->pair_requests, request_link) {
+    for (agent_job *job = LIST_FIRST(&agent->pair_requests); job; job = LIST_NEXT(job, request_link)) {
         const tb__message *m = &job->message;
         if (job->session == s && (!name || (strcmp(m->pair_name, name) == 0 && strcmp(m->local_name, local) == 0)))
             atomic_store(&job->is_cancelled, true);
     }
-    LIST_FOREACH(p, &agent->pairs, link) {
+    for (agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (!name || (strcmp(p->name, name) == 0 && strcmp(p->local, local) == 0))
             remove_user(p, s);
     }
