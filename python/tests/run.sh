@@ -10,7 +10,8 @@ fi
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH="$PWD" PYTHONPYCACHEPREFIX="$PWD/../build/pycache"
 case $1 in
-# tensorbus.etha needs PyTorch, and has no examples in docstrings.
-docstrings) exec "$python" -m pytest -q -p no:cacheprovider --doctest-modules tensorbus --ignore tensorbus/etha ;;
+# These need PyTorch, and have no examples in docstrings.
+docstrings) exec "$python" -m pytest -q -p no:cacheprovider --doctest-modules tensorbus \
+    --ignore tensorbus/etha --ignore tensorbus/engine --ignore tensorbus/vllm ;;
 *) exec "$python" -m pytest -q -p no:cacheprovider "tests/$1.py" ;;
 esac
