@@ -10,7 +10,7 @@ fi
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH="$PWD" PYTHONPYCACHEPREFIX="$PWD/../build/pycache"
 case $1 in
-# These need PyTorch, and have no examples in docstrings.
+# These need PyTorch; `./dev test torch` runs the examples of tensorbus.engine.
 docstrings) exec "$python" -m pytest -q -p no:cacheprovider --doctest-modules tensorbus \
     --ignore tensorbus/etha --ignore tensorbus/engine --ignore tensorbus/vllm ;;
 *) exec "$python" -m pytest -q -p no:cacheprovider "tests/$1.py" ;;

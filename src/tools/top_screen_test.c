@@ -24,12 +24,11 @@ static json_t *report_of(const char *group, int64_t sent, int64_t received) {
                                                "alive", ranks[i] > 1 && ranks[i] != 3, "why", "it has left"));
     }
     json_object_set_new(report, "peers", peers);
-    const json_int_t done = (sent + received) / 10;
+    const json_int_t total = sent + received, done = total / 10;
     /* one that is under way has moved a tenth of its bytes */
     json_object_set_new(report, "batches",
                         json_pack("[{s:s, s:[{s:s, s:I, s:I}]}]", "id", "b", "transfers", "direction",
-                                  sent ? "send" : "recv", "bytes_done", done, "bytes_total",
-                                  (json_int_t)(sent + received)));
+                                  sent ? "send" : "recv", "bytes_done", done, "bytes_total", total));
     return report;
 }
 
