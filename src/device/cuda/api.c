@@ -200,6 +200,6 @@ tb_status tb__cuda_fail(CUresult result, const char *format, ...) {
     va_end(args);
     if (result == CUDA_ERROR_DEINITIALIZED)
         atomic_store(&driver.is_shut_down, true);
-    tb__gpu_note_error(result);
+    TB_TRY(tb__gpu_note_error(result)); /* an earlier kernel has failed, not this call */
     return tb__fail(status_of(result), "%s: %s", what, tb__cuda_error_name(result));
 }

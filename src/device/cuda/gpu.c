@@ -64,9 +64,12 @@ static void note_error(tb__gpu *gpu, CUresult result) {
         atomic_compare_exchange_strong(&gpu->failure, &none, result);
 }
 
-void tb__gpu_note_error(CUresult result) {
-    if (pushed.count > 0)
-        note_error(pushed.gpus[pushed.count - 1], result);
+tb_status tb__gpu_note_error(CUresult result) {
+    if (pushed.count == 0)
+        return TB_OK;
+    tb__gpu *gpu = pushed.gpus[pushed.count - 1];
+    note_error(gpu, result);
+    return tb__gpu_check(gpu);
 }
 
 /* While any thread captures a stream in the usual mode, calls like cuEventQuery would fail, and end the capture. */
