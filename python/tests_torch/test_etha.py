@@ -172,15 +172,40 @@ def test_partial_sources_are_combined(tmp_path: Path) -> None:
     run(tmp_path, [[partial(True)] * 2, [partial(False)]])
 
 
-def without_mesh(sends: bool) -> Callable[..., None]:
+def without_mesh(sends: bool, has_mesh: bool = False) -> Callable[..., None]:
     def client(c: etha.TensorBusClient, rank: int) -> None:
-        move(c, sends, (2, None, None), [numbers(2 + rank, 3) + 100 * rank])
+        side = (2, mesh([0, 1]), (Shard(0),)) if has_mesh else (2, None, None)
+        move(c, sends, side, [numbers(2 + rank, 3) + 100 * rank])
 
     return client
 
 
-def test_without_meshes_ranks_meet_by_their_order(tmp_path: Path) -> None:
-    run(tmp_path, [[without_mesh(True)] * 2, [without_mesh(False)] * 2])
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_without_meshes_ranks_meet_by_their_order(tmp_path: Path, has_mesh: bool) -> None:
+    """Also if one of the sides has a mesh."""
+    run(tmp_path, [[without_mesh(True, has_mesh)] * 2, [without_mesh(False)] * 2])
+
+
+def two_names(sends: bool) -> Callable[..., None]:
+    def client(c: etha.TensorBusClient, rank: int) -> None:
+        parts = [numbers(4, 3).chunk(2, 0)[rank].clone(), numbers(5) * 10]
+        wanted = [part.clone() for part in parts]
+        for i, placement in enumerate((Shard(0), R)):
+            names = [f"{side}{i}" for side in ("ab" if sends else "ba")]
+            c.init_pair(f"p{i}", *names, 2, mesh([0, 1]), (placement,), blocking=False)
+        order = [1, 0] if sends else [0, 1]
+        handler = c.register_tensors("step", [(parts[i], f"p{i}") for i in order])
+        if not sends:
+            for part in parts:
+                part.fill_(-1)
+        handler.transfer("send" if sends else "recv", blocking=True)
+        assert all(map(torch.equal, parts, wanted))
+
+    return client
+
+
+def test_pairs_of_a_batch_may_have_different_local_names(tmp_path: Path) -> None:
+    run(tmp_path, [[two_names(True)] * 2, [two_names(False)] * 2])
 
 
 def waits_for_all(sends: bool) -> Callable[..., tuple[float, float]]:
@@ -346,6 +371,18 @@ def test_parts_that_no_layout_gives_are_named(tmp_path: Path) -> None:
         c.init_pair("p", "a", "b", 2, mesh([0, 1]), (Shard(0),))
         with pytest.raises(ValueError, match=r"tensor 0 of pair 'p': rank \d of 'a' has"):
             c.register_tensors("step", [(numbers(2 + 3 * rank, 3), "p")], timeout=20)
+
+    def receives(c: etha.TensorBusClient, _rank: int) -> None:
+        c.init_pair("p", "b", "a", 1, mesh([0]), (Replicate(),))
+
+    run(tmp_path, [[sends] * 2, [receives]])
+
+
+def test_ranks_with_different_numbers_of_tensors_are_named(tmp_path: Path) -> None:
+    def sends(c: etha.TensorBusClient, rank: int) -> None:
+        c.init_pair("p", "a", "b", 2, mesh([0, 1]), (Shard(0),))
+        with pytest.raises(RuntimeError, match=r"ranks of 'a' give different numbers of tensors.*a 0.*a 1"):
+            c.register_tensors("step", [(numbers(2, 3), "p")] * (1 + rank), timeout=20)
 
     def receives(c: etha.TensorBusClient, _rank: int) -> None:
         c.init_pair("p", "b", "a", 1, mesh([0]), (Replicate(),))

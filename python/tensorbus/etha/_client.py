@@ -188,9 +188,9 @@ class TensorBusClient:
     ) -> None:
         """Meets ``remote_name`` as one of the ``expected_world_size`` ranks of ``local_name``.
 
-        The mesh says which of them has which part, by their ranks in the program. Without mesh or placements, the i-th
-        rank of a side exchanges tensors with the i-th of the other, in the order of agents. With ``blocking=False`` the
-        others are waited for when tensors are registered.
+        The mesh says which of them has which part, by their ranks in the program. If a side gives no mesh, or no
+        placements, its i-th rank exchanges tensors with the i-th of the other, in the order of agents. With
+        ``blocking=False`` the others are waited for when tensors are registered.
         """
         with _translated():
             self._forget_pair(pair_name)
@@ -212,9 +212,30 @@ class TensorBusClient:
                 side = self._sides[local] = Side(self._bus, self.agent_rank, local, size, deadline)
             if side.size != size:
                 raise ValueError(f"pair '{name}': '{local}' has {side.size} ranks, not {size}")
-            pair.parts = Parts(side, mesh, placements)
-            pair.pair = self._bus.pair(name, remote, pair.parts.pair_layout, group=local, timeout=left(deadline))
+            parts = Parts(side, mesh, placements)
+            made = self._bus.pair(name, remote, parts.pair_layout, group=local, timeout=left(deadline))
+            try:
+                if not self._has_mesh_there(name, made, parts, remote, deadline):
+                    parts.layout = None
+            except BaseException:
+                made.close()
+                raise
+            pair.pair, pair.parts = made, parts
         return pair.pair, pair.parts
+
+    def _has_mesh_there(self, name: str, pair: tb.Pair, parts: Parts, remote: str, deadline: Deadline) -> bool:
+        """Whether the other side has a mesh, too. If one side has none, ranks meet by their order."""
+        told = tb.empty((1,), "u8")
+        for sender in sorted((parts.side.name, remote)):
+            sends = sender == parts.side.name
+            told.torch().fill_(sends and parts.layout is not None)
+            with self._bus.batch(f"etha/{name}/mesh of {sender}") as batch:
+                batch.add(pair, "has mesh", told, layout=f"mesh={parts.side.size} place=R")
+                batch.register(left(deadline))
+                (batch.send if sends else batch.recv)(left(deadline), group=parts.side.name)
+            if not sends:
+                found = bool(told.torch().item())
+        return found
 
     # -- Batches --
 
@@ -239,26 +260,27 @@ class TensorBusClient:
                 raise ValueError(f"batch '{batch_id}' has a tensor of pair '{pair_name}', which was not initialised")
             by_pair.setdefault(pair_name, []).append(_torch.local_part(tensor).detach())
         with _translated():
-            met = {name: self._meet(name, self._pairs[name], deadline) for name in by_pair}
-            sides = {id(parts.side): parts.side for _, parts in met.values()}
-            if len(sides) > 1:
-                names = ", ".join(side.name for side in sides.values())
-                raise ValueError(f"the pairs of batch '{batch_id}' are of several local peers: {names}")
-            side = next(iter(sides.values()))
+            # In one order on both sides: each of these waits for the other.
+            met = {name: self._meet(name, self._pairs[name], deadline) for name in sorted(by_pair)}
+            by_side: dict[str, list[str]] = {}
+            for name, (_, parts) in met.items():
+                by_side.setdefault(parts.side.name, []).append(name)
             self._close_batch(batch_id)
             batch = self._bus.batch(batch_id, bucket_size=bucket_size or 0)
             try:
-                told = side.gather(f"shapes of {batch_id}", _shapes(by_pair), deadline)
-                first = 0
-                for name, parts in by_pair.items():
-                    _add(batch, name, *met[name], parts, [row[first:] for row in told])
-                    first += len(parts) * (1 + _MOST_DIMS)
+                for group in sorted(by_side):  # in one order on all ranks
+                    pairs = {name: by_pair[name] for name in by_side[group]}
+                    told = _gather(self._sides[group], batch_id, pairs, deadline)
+                    first = 0
+                    for name, its in pairs.items():
+                        _add(batch, name, *met[name], its, [row[first:] for row in told])
+                        first += len(its) * (1 + _MOST_DIMS)
                 batch.register(left(deadline))
             except BaseException:
                 batch.close()
                 raise
         handler = BatchHandler(self, batch_id, list(by_pair))
-        kept = self._batches[batch_id] = _Batch(batch, side.name)
+        kept = self._batches[batch_id] = _Batch(batch, min(by_side))
         kept.handler = weakref.ref(handler)
         return handler
 
@@ -320,6 +342,18 @@ class TensorBusClient:
         for batch_id in list(self._batches):
             self._close_batch(batch_id)
         self._bus.close()
+
+
+def _gather(side: Side, batch_id: str, by_pair: dict[str, list[torch.Tensor]], deadline: Deadline) -> list[list[int]]:
+    """The shapes that all ranks of the side have, by seat."""
+    try:
+        return side.gather(f"shapes of {batch_id}", _shapes(by_pair), deadline)
+    except tb.Conflict as error:
+        raise tb.Conflict(
+            f"batch '{batch_id}': ranks of '{side.name}' give different numbers of tensors ({error}, which is "
+            f"{1 + _MOST_DIMS} numbers for each tensor)",
+            error.status,
+        ) from error
 
 
 def _shapes(by_pair: dict[str, list[torch.Tensor]]) -> list[int]:
