@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import re
 import zlib
@@ -142,8 +143,10 @@ def key_of(meta: ParameterMetadata) -> str:
     experts belongs to a rank of the group, so that both sides need groups of one size.
     """
     name = meta.resolved_name or meta.name
+    if not meta.is_ep or meta.global_expert_index is not None:
+        return name
     group = meta.expert_parallel_group_ranks
-    if not meta.is_ep or meta.global_expert_index is not None or group is None or len(group) == 1:
+    if group is None or len(group) == 1:
         return name
     rank = group.index(meta.owner_rank)
     if meta.num_experts and _LOCAL_EXPERT.search(name):
@@ -221,20 +224,21 @@ def build_plan_from_rosters(
     owned = dst_param_metadata_by_rank.get(me, {})
     places: dict[int, dict[str, int]] = {}
     layouts: dict[Any, tuple[tuple[int, ...], str, str]] = {}
-    groups: list[list[Any]] = []
+    src_kinds, dst_kinds = _Kinds(src_param_metadata), _Kinds(wanted)
     sends: list[TransferOp] = []
     recvs: list[TransferOp] = []
     for name, dst in wanted.items():
-        src = src_param_metadata[find_source(name, src_param_metadata)]
-        owners = list(map(_owner_of, src))
-        mine = src[owners.index(me)] if me in owners else None
+        src_name = find_source(name, src_param_metadata)
+        src = src_param_metadata[src_name]
+        kind = src_kinds.find(src_name)
+        mine = src[kind.owners[me]] if me in kind.owners else None
         own = owned.get(name)
         if mine is None and own is None:
             continue
-        kind = (_kind(src, owners, groups), _kind(dst, list(map(_owner_of, dst)), groups))
-        found = layouts.get(kind)
+        both = kind, dst_kinds.find(name)
+        found = layouts.get(both)
         if found is None:
-            found = layouts[kind] = cut(name, Holders(name, src), Holders(name, dst), None, None)
+            found = layouts[both] = cut(name, Holders(name, src), Holders(name, dst), None, None)
         shape, src_layout, dst_layout = found
         plan = _plan(src_layout, dst_layout, shape, src[0].element_size)
         rotation = zlib.crc32(name.encode()) % 64  # so that replicas of a source share the parameters
@@ -258,11 +262,6 @@ def _task(op: TransferOp) -> int:
     return op.task_id or 0
 
 
-_owner_of = operator.attrgetter("owner_rank")
-_shape_of = operator.attrgetter("shape")
-_group_of = operator.attrgetter("tensor_parallel_group_ranks")
-
-
 def _by_name(by_rank: Mapping[int, Mapping[str, ParameterMetadata]]) -> dict[str, list[ParameterMetadata]]:
     """Of each parameter the metadata of all ranks that have it. Ranks with the same parameters are taken together."""
     alike: dict[tuple[str, ...], list[Mapping[str, ParameterMetadata]]] = {}
@@ -278,26 +277,55 @@ def _by_name(by_rank: Mapping[int, Mapping[str, ParameterMetadata]]) -> dict[str
     return found
 
 
-def _kind(metas: Sequence[ParameterMetadata], owners: list[int], groups: list[list[Any]]) -> tuple[Any, ...]:
-    """What decides the layout: parameters that are alike in it, such as those of all layers, have one plan.
+_owner_of = operator.attrgetter("owner_rank")
+_shape_of = operator.attrgetter("shape")
+_group_of = operator.attrgetter("tensor_parallel_group_ranks")
 
-    All ranks' metadata are looked at, which is most of the time that planning takes; so there is no loop in Python, and
-    lists of tensor-parallel ranks, which a rank's parameters share, are compared with those in ``groups``.
+
+class _Kind:
+    """What decides the layout: parameters that are alike in it, such as those of all layers, have one plan."""
+
+    def __init__(self, facts: Any, metas: Sequence[ParameterMetadata]) -> None:
+        self.facts = facts
+        self.owners = {meta.owner_rank: i for i, meta in enumerate(metas)}
+
+
+class _Kinds:
+    """The kinds of one side's parameters.
+
+    The metadata of all ranks are looked at, which is most of the time that planning takes. So it is done rank by rank,
+    because those of a rank lie together in memory, and without a loop in Python. Of what all of a rank's parameters
+    have in common, and of ranks that are alike, nothing is left to compare for each parameter.
     """
-    first = metas[0]
-    sizes = first.partition_sizes
-    mine = list(map(_group_of, metas))
-    if mine not in groups:
-        groups.append(mine)
-    return (
-        first.is_tp,
-        first.partition_dim,
-        first.partition_stride,
-        sizes and tuple(sizes),
-        groups.index(mine),
-        tuple(owners),
-        tuple(map(_shape_of, metas)),
-    )
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._facts: dict[str, Any] = {}
+        self._known: dict[Any, list[_Kind]] = {}
+        blocks: dict[Any, list[str]] = {}  # of names that the same ranks have, most probably
+        for name, metas in roster.items():
+            blocks.setdefault((len(metas), metas[0].owner_rank), []).append(name)
+        for block, names in blocks.items():
+            rows: list[list[Any]] = []
+            for metas in zip(*(roster[name] for name in names), strict=True):
+                for read in _owner_of, _shape_of, _group_of:
+                    row = list(map(read, metas))
+                    if row.count(row[0]) < len(row) and row not in rows:
+                        rows.append(row)
+            columns = zip(*rows, strict=True) if rows else itertools.repeat(())
+            self._facts.update((name, (block, column)) for name, column in zip(names, columns, strict=False))
+
+    def find(self, name: str) -> _Kind:
+        """That of a parameter. What it is marked as is the same on all ranks, so it is read from the first."""
+        metas, facts = self._roster[name], self._facts[name]
+        first = metas[0]
+        sizes = first.partition_sizes and tuple(first.partition_sizes)
+        alike = self._known.setdefault((first.is_tp, first.partition_dim, first.partition_stride, sizes), [])
+        for kind in alike:
+            if kind.facts == facts:
+                return kind
+        alike.append(_Kind(facts, metas))
+        return alike[-1]
 
 
 def read_module(module: Any, rank: int, num_experts: int | None, rank_offset: int) -> list[ParameterMetadata]:
