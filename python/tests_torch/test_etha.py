@@ -275,6 +275,36 @@ def test_the_transfer_signal_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     assert first == second
 
 
+def test_runs_of_torchrun_do_not_meet_in_a_store(tmp_path: Path) -> None:
+    store, ports, results, meeting = free_port(), (free_port(), free_port()), _fork.Queue(), _fork.Barrier(2)
+
+    def main(run: int) -> None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[run])}
+        path = str(tmp_path / str(run))
+        agent = etha.TensorBusAgent(0, 1, "127.0.0.1", store, path, "", store_timeout=20.0)
+        try:
+            etha.TensorBusClient(0, path, connection_timeout=15.0)
+            results.put(None)
+        except ConnectionError as error:
+            results.put(str(error))
+        results.close()
+        results.join_thread()
+        meeting.wait(PATIENCE_S)  # until here both agents run
+        agent.close()
+        os._exit(0)
+
+    processes = [_fork.Process(target=main, args=(run,)) for run in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        assert [results.get(timeout=PATIENCE_S) for _ in processes] == [None, None]
+        for process in processes:
+            process.join(PATIENCE_S)
+    finally:
+        for process in processes:
+            process.kill()
+
+
 # ---- Faults ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 from .._c import find
@@ -26,7 +27,7 @@ class TensorBusAgent:
 
     ``lmdb_command_queue_path`` is where its socket is made; ``lmdb_state_path`` is not used. The store is at
     ``store_host`` and ``store_port``: ours, which the first agent on that host serves, or etcd. Agents of other
-    namespaces are not met; in etcd, give each run one of its own. Between machines the store wants a token: the
+    namespaces are not met. Under torchrun each run has its own by default; else, in etcd, give each run one. Between machines the store wants a token: the
     variable TENSORBUS_TOKEN_FILE names its file, for agents and clients.
     """
 
@@ -46,6 +47,10 @@ class TensorBusAgent:
             raise ValueError(f"store_backend is {store_backend!r}; there are 'tcp' and 'etcd'")
         self.rank, self.world_size = rank, world_size
         self._has_process_group = _init_process_group(rank, world_size)
+        if store_namespace is None and self._has_process_group:
+            told = [uuid.uuid4().hex]
+            sys.modules["torch.distributed"].broadcast_object_list(told, src=0)
+            store_namespace = told[0]
         Path(lmdb_command_queue_path).parent.mkdir(parents=True, exist_ok=True)
         store = f"{store_backend}://{store_host}:{store_port}"
         arguments = {
