@@ -322,8 +322,10 @@ tb_status tb__local_world_wait(tb_world *world, const char *group, int timeout_m
     else if (is_missing)
         status = tb__fail(TB_TIMEOUT, "group '%s' has %" PRId32 " of %" PRId32 " ranks; missing: %s", group,
                           roster.npresent, roster.size, missing);
-    else
+    else if (roster.sizes_differ)
         status = tb__fail(TB_CONFLICT, "the ranks of group '%s' disagree about its size", group);
+    else
+        status = TB_OK; /* the last one has come since the deadline */
     tb__roster_fini(&roster);
     return status;
 }

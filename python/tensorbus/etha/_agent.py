@@ -27,8 +27,9 @@ class TensorBusAgent:
 
     ``lmdb_command_queue_path`` is where its socket is made; ``lmdb_state_path`` is not used. The store is at
     ``store_host`` and ``store_port``: ours, which the first agent on that host serves, or etcd. Agents of other
-    namespaces are not met. Under torchrun each run has its own by default; else, in etcd, give each run one. Between machines the store wants a token: the
-    variable TENSORBUS_TOKEN_FILE names its file, for agents and clients.
+    namespaces are not met. Under torchrun each run has its own by default; else, in etcd, give each run one.
+
+    Between machines the store wants a token: the variable TENSORBUS_TOKEN_FILE names its file, for agents and clients.
     """
 
     def __init__(
