@@ -136,6 +136,7 @@ static tb_status open_resources(shm *s) {
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     (void)tb__process_start_time(getpid(), &s->start_time);
     s->user_namespace = user_namespace();
+    s->user = geteuid();
     TB_TRY(open_control(s));
     TB_TRY(open_listener(s));
     TB_TRY(watch_fd(s, s->listener, &s->listen_watch));
@@ -251,7 +252,7 @@ static tb_status shm_open_endpoint(const tb_transport_env *env, void **context) 
 
 static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     shm *s = context;
-    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .users = s->user_namespace, .user = geteuid()};
+    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .users = s->user_namespace, .user = s->user};
     if (*nbytes < sizeof a)
         return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
     memcpy(a.name, s->name, sizeof a.name);
@@ -267,9 +268,9 @@ static bool shm_reaches(void *context, const void *bytes, size_t nbytes) {
     address a;
     if (nbytes != sizeof a || (memcpy(&a, bytes, sizeof a), a.version != SHM_VERSION))
         return true; /* shm_connect reports the error */
-    if (a.users != s->user_namespace || a.user == geteuid())
+    if (a.users != s->user_namespace || a.user == s->user)
         return true;
-    tb__set_detail("it runs as user %" PRIu64 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
+    tb__set_detail("it runs as user %" PRIu64 ", we as user %" PRIu32, a.user, s->user);
     return false;
 }
 

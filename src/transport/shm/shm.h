@@ -219,6 +219,7 @@ struct shm {
     int64_t warn_again_ms;   /* when a shortage may be logged again */
     uint64_t start_time;     /* of this process */
     uint64_t user_namespace; /* its inode */
+    uint32_t user;           /* of this process */
     char name[32];           /* of the listener, in the abstract namespace */
     shm_control *control;
     int control_fd;
