@@ -63,7 +63,7 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
 
 tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
     TB_TRY(check_owner(world, "world"));
-    TB_TRY(tb__world_check_name("group", group));
+    TB_TRY(tb__name_check("group", group));
     return tb__ops_of(world)->world_enter(world, group, index, size);
 }
 
@@ -86,7 +86,7 @@ uint64_t tb_world_incarnation(const tb_world *world) {
 
 tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
     TB_TRY(check_owner(world, "world"));
-    TB_TRY(tb__world_check_name("group", group));
+    TB_TRY(tb__name_check("group", group));
     return tb__ops_of(world)->world_wait(world, group, timeout_ms);
 }
 
@@ -155,7 +155,7 @@ static tb_status check_matching(const tb_batch_opts *o) {
 tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
     tb_batch_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(tb__world_check_name("batch", name));
+    TB_TRY(tb__name_check("batch", name));
     if (o.bucket_size < 0 || o.staging_bytes < 0)
         return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
     o.bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;

@@ -25,6 +25,9 @@ enum {
     TB__DIRECTORY_MAX_NOTE = 64 << 10,
 };
 
+/* `what` names it in the message: "group", "topic". */
+tb_status tb__name_check(const char *what, const char *name);
+
 typedef struct tb__note {
     const char *group;
     int32_t index;

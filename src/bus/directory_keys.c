@@ -13,14 +13,14 @@ _Static_assert(sizeof TB__NOW "notes/" + 2 * (2 * TB__DIRECTORY_MAX_NAME + 1) + 
 tb_status tb__name_check(const char *what, const char *name) {
     size_t length = name ? strlen(name) : 0;
     if (length == 0)
-        return tb__fail(TB_INVALID, "the %s's name is empty", what);
+        return tb__fail(TB_INVALID, "a %s needs a name", what);
     if (length > TB__DIRECTORY_MAX_NAME)
-        return tb__fail(TB_TOO_BIG, "the %s's name has %zu bytes; %d are allowed", what, length,
+        return tb__fail(TB_INVALID, "a %s's name has %zu bytes; it may have at most %d bytes", what, length,
                         TB__DIRECTORY_MAX_NAME);
     for (size_t i = 0; i < length; i++) {
         unsigned char c = (unsigned char)name[i];
         if (c < 0x20 || c == 0x7F)
-            return tb__fail(TB_INVALID, "the %s's name has a control character, 0x%02x, at byte %zu", what, c, i);
+            return tb__fail(TB_INVALID, "a %s's name has a control character, 0x%02x, at byte %zu", what, c, i);
     }
     return TB_OK;
 }

@@ -27,9 +27,6 @@ typedef struct tb__key {
     char text[TB__STORE_MAX_KEY + 1];
 } tb__key;
 
-/* `what` names it in the error message: "group", "topic". */
-tb_status tb__name_check(const char *what, const char *name);
-
 /* Names must have been checked. */
 tb__key tb__key_of_counter(const char *name, int32_t rank);
 tb__key tb__key_of_rank(int32_t rank);

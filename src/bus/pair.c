@@ -628,8 +628,8 @@ tb_status tb__local_pair_create(tb_world *world, const char *name, const char *r
     tb_pair_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     int64_t deadline_ms = tb__world_deadline(world, o.timeout_ms);
-    TB_TRY(tb__world_check_name("pair", name));
-    TB_TRY(tb__world_check_name("group", remote_group));
+    TB_TRY(tb__name_check("pair", name));
+    TB_TRY(tb__name_check("group", remote_group));
     tb__loop_lock(world->loop); /* seats may be added meanwhile */
     const char *group = o.group ? o.group : world->memberships.item[0].group;
     const tb__membership *found = tb__world_find_membership(world, group);

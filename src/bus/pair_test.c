@@ -254,7 +254,7 @@ static void mistakes(rank *r) {
     check_fails(tb_pair_create(r->world, "", "b", ROWS, NULL, &pair), TB_INVALID, "a pair needs a name");
     check_fails(tb_pair_create(r->world, NULL, "b", ROWS, NULL, &pair), TB_INVALID, "a pair needs a name");
     check_fails(tb_pair_create(r->world, name, "b", ROWS, NULL, &pair), TB_INVALID, "at most 200 bytes");
-    check_fails(tb_pair_create(r->world, "p\n", "b", ROWS, NULL, &pair), TB_INVALID, "control characters");
+    check_fails(tb_pair_create(r->world, "p\n", "b", ROWS, NULL, &pair), TB_INVALID, "control character");
     check_fails(tb_pair_create(r->world, "p", NULL, ROWS, NULL, &pair), TB_INVALID, "a group needs a name");
     check_fails(tb_pair_create(r->world, "p", "a", ROWS, NULL, &pair), TB_INVALID, "'a' can't be both of them");
     check_fails(tb_pair_create(r->world, "p", "b", "mesh=2 place=X", NULL, &pair), TB_INVALID, "X");

@@ -12,18 +12,6 @@
 
 enum { DEFAULT_TIMEOUT_MS = 30000, DEFAULT_PLAN_BYTES = 64 << 20 };
 
-tb_status tb__world_check_name(const char *what, const char *name) {
-    if (!name || !*name)
-        return tb__fail(TB_INVALID, "a %s needs a name", what);
-    if (strlen(name) > TB__DIRECTORY_MAX_NAME)
-        return tb__fail(TB_INVALID, "a %s's name has at most %d bytes", what, TB__DIRECTORY_MAX_NAME);
-    for (const char *c = name; *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == 127)
-            return tb__fail(TB_INVALID, "a %s's name can't have control characters", what);
-    }
-    return TB_OK;
-}
-
 tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes) {
     if (nbytes == 0)
         return TB_OK;
@@ -145,7 +133,7 @@ tb_status tb__world_create(const char *url, const char *group, int32_t index, in
                            const tb_world_opts *opts, tb_world **out) {
     tb_world_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(tb__world_check_name("group", group));
+    TB_TRY(tb__name_check("group", group));
     if (o.timeout_ms < 0 || o.workers < 0 || o.workers > TB__WORKERS_MAX)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative, and workers must be 0 to %d", TB__WORKERS_MAX);
     if (o.plan_bytes < 0)

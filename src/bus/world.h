@@ -128,7 +128,6 @@ typedef struct tb__label {
 tb__label tb__label_of(int32_t rank, const char *group, int32_t seat);
 /* "0, 4 and 3 more", the empty seats; false: there are none. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
-tb_status tb__world_check_name(const char *what, const char *name);
 
 /* TB_REFUSED if the bytes are not on the named device; NULL: any device will do. */
 tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes);

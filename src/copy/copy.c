@@ -456,7 +456,7 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     TB_TRY(tb__world_check_local(world, "a copy service"));
     TB_TRY(tb__world_check(world, "world"));
     TB_TRY(read_opts(opts, &o));
-    TB_TRY(tb__world_check_name("copy service", name));
+    TB_TRY(tb__name_check("copy service", name));
     group = group ? group : world->memberships.item[0].group;
     const tb__membership *seat = tb__world_find_membership(world, group);
     if (!seat)

@@ -361,8 +361,8 @@ tb_status tb__remote_pair_create(tb_world *world, const char *name, const char *
     tb_pair_opts o;
     remote_pair *p;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(tb__world_check_name("pair", name));
-    TB_TRY(tb__world_check_name("group", remote_group));
+    TB_TRY(tb__name_check("pair", name));
+    TB_TRY(tb__name_check("group", remote_group));
     tb__link_lock(w->link);
     tb_status status = new_pair(w, name, o.group, remote_group, layout, &p);
     if (status == TB_OK) {
