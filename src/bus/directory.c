@@ -143,7 +143,7 @@ static void free_directory(tb__directory *d) {
     tb__store_server_stop(d->server);
     tb__directory_drop_summaries(d, true);
     free(d->summaries.item);
-    tb__directory_view_destroy(d->view);
+    tb__directory_view_unref(d->view);
     pthread_cond_destroy(&d->freed);
     pthread_mutex_destroy(&d->lock);
     free(d->seats.item);

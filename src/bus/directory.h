@@ -18,6 +18,7 @@
 #include "base/text.h"
 
 typedef struct tb__directory tb__directory;
+typedef struct tb__directory_view tb__directory_view;
 
 enum {
     TB__DIRECTORY_MAX_NAME = 200, /* bytes of a group's or a topic's name: any UTF-8 text without control characters */
@@ -29,7 +30,7 @@ enum {
 tb_status tb__name_check(const char *what, const char *name);
 
 typedef struct tb__note {
-    const char *group;
+    const char *topic, *group;
     int32_t index;
     const void *data;
     size_t nbytes;
@@ -81,12 +82,13 @@ typedef struct tb__member {
     size_t contact_nbytes;
 } tb__member;
 
-/* The members of a group that have announced themselves. One allocation, freed with tb__roster_fini. */
+/* The members of a group that have announced themselves. Freed with tb__roster_fini. */
 typedef struct tb__roster {
     int32_t size;     /* 0: the group has no members */
     int32_t npresent; /* members with a rank */
     tb__member *member;
-    bool sizes_differ; /* members disagree on the group's size; `size` is what the lowest index says */
+    bool sizes_differ;        /* members disagree on the group's size; `size` is what the lowest index says */
+    tb__directory_view *view; /* has the contacts */
 } tb__roster;
 
 tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out);
@@ -117,13 +119,14 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
 tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,
                                  int timeout_ms);
 
-/* All notes about a topic, by group, then index. One allocation, freed with tb__notes_fini. */
+/* All notes about a topic, by group, then index. Freed with tb__notes_fini. */
 typedef struct tb__notes {
     size_t count;
-    tb__note *item;
+    const tb__note *item;
+    tb__directory_view *view; /* has them */
 } tb__notes;
 
-tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
+void tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
 /* False: what is known is older than this process's own note about the topic, because it relies on a hint. */
 bool tb__directory_is_current(tb__directory *directory, const char *topic);
 void tb__notes_fini(tb__notes *notes);

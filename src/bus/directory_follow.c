@@ -104,7 +104,7 @@ tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entrie
     }
     d->is_silent = false;
     pthread_mutex_unlock(&d->lock);
-    tb__directory_view_destroy(view);
+    tb__directory_view_unref(view);
     return TB_OK;
 }
 
@@ -244,8 +244,8 @@ static const char *choose_prefix(tb__directory *d) {
 
 /* ---- Summaries -------------------------------------------------------------------------------------------------- */
 
-const tb__directory_view *tb__directory_view_of(const tb__directory *d, const char *group, const char *topic) {
-    const tb__directory_view *newest = d->view;
+tb__directory_view *tb__directory_view_of(const tb__directory *d, const char *group, const char *topic) {
+    tb__directory_view *newest = d->view;
     for (size_t i = 0; i < d->summaries.count; i++) {
         const tb__summary *s = &d->summaries.item[i];
         bool has_it =
@@ -261,7 +261,7 @@ void tb__directory_drop_summaries(tb__directory *d, bool are_all) {
         tb__summary *s = &d->summaries.item[i];
         if (!are_all && tb__directory_view_revision(s->view) > tb__directory_view_revision(d->view))
             continue;
-        tb__directory_view_destroy(s->view);
+        tb__directory_view_unref(s->view);
         *s = d->summaries.item[--d->summaries.count];
     }
 }
@@ -285,13 +285,13 @@ static tb_status add_summary(tb__directory *d, const tb__summary *summary) {
         tb__summary *s = &d->summaries.item[i];
         if (strcmp(s->pair, summary->pair) != 0)
             continue;
-        tb__directory_view_destroy(s->view);
+        tb__directory_view_unref(s->view);
         *s = d->summaries.item[--d->summaries.count];
     }
     bool is_added = tb__vec_push(&d->summaries, *summary);
     pthread_mutex_unlock(&d->lock);
     if (!is_added)
-        tb__directory_view_destroy(summary->view);
+        tb__directory_view_unref(summary->view);
     return is_added ? TB_OK : TB_NO_MEMORY;
 }
 

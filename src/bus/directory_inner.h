@@ -64,7 +64,7 @@ tb_status tb__directory_refresh(tb__directory *d, bool is_other_store);
 tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entries, bool is_other_store);
 
 /* The newest view that has the group or the notes about the topic; the other one is NULL. With the lock held. */
-const tb__directory_view *tb__directory_view_of(const tb__directory *d, const char *group, const char *topic);
+tb__directory_view *tb__directory_view_of(const tb__directory *d, const char *group, const char *topic);
 /* Forgets those that are not newer than the view, or all of them. With the lock held, or when no thread is left. */
 void tb__directory_drop_summaries(tb__directory *d, bool are_all);
 

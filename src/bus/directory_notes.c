@@ -273,10 +273,8 @@ bool tb__directory_is_current(tb__directory *directory, const char *topic) {
     return is_current;
 }
 
-tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
-    TB_TRY(tb__name_check("topic", topic));
+void tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
     pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__directory_view_notes(tb__directory_view_of(directory, NULL, topic), topic, out);
+    tb__directory_view_notes(tb__directory_view_of(directory, NULL, topic), topic, out);
     pthread_mutex_unlock(&directory->lock);
-    return status;
 }

@@ -5,6 +5,7 @@
 #include "base/mem.h"
 
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -14,16 +15,12 @@ typedef struct seat_entry {
     tb__seat_record seat;
 } seat_entry;
 
-typedef struct note_entry {
-    const char *topic;
-    tb__note note;
-} note_entry;
-
 struct tb__directory_view {
+    atomic_size_t refs;
     tb__store_entries entries; /* the rest points into them */
     tb__arena names;
     TB_VEC(seat_entry) seats; /* of members that have announced themselves; by group, then index */
-    TB_VEC(note_entry) notes; /* by topic, group, index */
+    TB_VEC(tb__note) notes;   /* by topic, group, index */
     const tb__seat_record **by_rank;
 };
 
@@ -37,11 +34,10 @@ static int compare_seats(const void *a, const void *b) {
     return compare_group_index(left->group, left->index, right->group, right->index);
 }
 
-static int compare_note_entries(const void *a, const void *b) {
-    const note_entry *left = a, *right = b;
+static int compare_notes(const void *a, const void *b) {
+    const tb__note *left = a, *right = b;
     int order = left->topic == right->topic ? 0 : strcmp(left->topic, right->topic);
-    return order ? order
-                 : compare_group_index(left->note.group, left->note.index, right->note.group, right->note.index);
+    return order ? order : compare_group_index(left->group, left->index, right->group, right->index);
 }
 
 static int compare_seat_ranks(const void *a, const void *b) {
@@ -54,11 +50,11 @@ static const char *keep_name(tb__directory_view *view, const char *name, const c
     return before && strcmp(before, name) == 0 ? before : tb__arena_strdup(&view->names, name);
 }
 
-static tb_status add_note_entry(tb__directory_view *view, const tb__key_parts *key, const tb__store_value *value) {
-    const note_entry *last = view->notes.count > 0 ? &view->notes.item[view->notes.count - 1] : NULL;
+static tb_status add_note(tb__directory_view *view, const tb__key_parts *key, const tb__store_value *value) {
+    const tb__note *last = view->notes.count > 0 ? &view->notes.item[view->notes.count - 1] : NULL;
     const char *topic = keep_name(view, key->topic, last ? last->topic : NULL);
-    const char *group = keep_name(view, key->group, last ? last->note.group : NULL);
-    note_entry note = {topic, {.group = group, .index = key->index, .data = value->data, .nbytes = value->nbytes}};
+    const char *group = keep_name(view, key->group, last ? last->group : NULL);
+    tb__note note = {topic, group, key->index, value->data, value->nbytes};
     return topic && group && tb__vec_push(&view->notes, note) ? TB_OK : TB_NO_MEMORY;
 }
 
@@ -75,7 +71,7 @@ static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry
         return TB_OK;
     bool is_key = tb__key_split(entry->key, &key);
     if (is_key && key.is_note && entry->value.nbytes <= TB__DIRECTORY_MAX_NOTE)
-        return add_note_entry(view, &key, &entry->value);
+        return add_note(view, &key, &entry->value);
     if (is_key && !key.is_note && tb__seat_decode(&entry->value, key.index, &seat))
         return seat.is_announced ? add_seat_entry(view, &key, &seat) : TB_OK;
     if (entry->value.revision > warned)
@@ -91,7 +87,7 @@ static tb_status build_view(tb__directory_view *view, uint64_t warned) {
     if (nseats > 0)
         qsort(view->seats.item, nseats, sizeof *view->seats.item, compare_seats);
     if (view->notes.count > 0)
-        qsort(view->notes.item, view->notes.count, sizeof *view->notes.item, compare_note_entries);
+        qsort(view->notes.item, view->notes.count, sizeof *view->notes.item, compare_notes);
     view->by_rank = tb__malloc(nseats, sizeof(tb__seat_record *));
     if (!view->by_rank)
         return TB_NO_MEMORY;
@@ -107,19 +103,25 @@ tb_status tb__directory_view_create(tb__store_entries *entries, uint64_t warned,
         tb__store_entries_fini(entries);
         return TB_NO_MEMORY;
     }
+    atomic_init(&view->refs, 1);
     view->entries = *entries;
     *entries = (tb__store_entries){0};
     tb_status status = build_view(view, warned);
     if (status != TB_OK) {
-        tb__directory_view_destroy(view);
+        tb__directory_view_unref(view);
         return status;
     }
     *out = view;
     return TB_OK;
 }
 
-void tb__directory_view_destroy(tb__directory_view *view) {
-    if (!view)
+static tb__directory_view *ref_view(tb__directory_view *view) {
+    atomic_fetch_add(&view->refs, 1);
+    return view;
+}
+
+void tb__directory_view_unref(tb__directory_view *view) {
+    if (!view || atomic_fetch_sub(&view->refs, 1) > 1)
         return;
     tb__store_entries_fini(&view->entries);
     tb__arena_fini(&view->names);
@@ -141,15 +143,6 @@ int32_t tb__directory_view_next_rank(const tb__directory_view *view) {
     return view->seats.count > 0 ? view->by_rank[view->seats.count - 1]->rank + 1 : 0;
 }
 
-/* Copies to *at, and advances it. `data` may be NULL if there are no bytes. */
-static const void *copy_bytes(char **at, const void *data, size_t nbytes) {
-    char *copy = *at;
-    if (nbytes > 0)
-        memcpy(copy, data, nbytes);
-    *at += nbytes;
-    return copy;
-}
-
 static void find_group_seats(const tb__directory_view *view, const char *group, size_t *first, size_t *last) {
     size_t i = 0;
     while (i < view->seats.count && strcmp(view->seats.item[i].group, group) != 0)
@@ -169,8 +162,8 @@ void tb__directory_view_list_groups(const tb__directory_view *view, tb__text *ou
     }
 }
 
-tb_status tb__directory_view_roster(const tb__directory_view *view, const char *group, tb__roster *out) {
-    size_t first, last, nbytes = 0;
+tb_status tb__directory_view_roster(tb__directory_view *view, const char *group, tb__roster *out) {
+    size_t first, last;
     find_group_seats(view, group, &first, &last);
     if (first == last) {
         *out = (tb__roster){0};
@@ -178,14 +171,11 @@ tb_status tb__directory_view_roster(const tb__directory_view *view, const char *
     }
     const seat_entry *seats = view->seats.item;
     tb__roster roster = {.size = seats[first].seat.size};
-    for (size_t i = first; i < last; i++)
-        nbytes += seats[i].seat.contact_nbytes;
-    roster.member = tb__malloc(1, (size_t)roster.size * sizeof *roster.member + nbytes);
+    roster.member = tb__malloc((size_t)roster.size, sizeof *roster.member);
     if (!roster.member)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < roster.size; i++)
         roster.member[i] = (tb__member){.rank = TB_NO_RANK};
-    char *at = (char *)(roster.member + roster.size);
     for (size_t i = first; i < last; i++) {
         const tb__seat_record *seat = &seats[i].seat;
         roster.sizes_differ |= seat->size != roster.size;
@@ -194,37 +184,22 @@ tb_status tb__directory_view_roster(const tb__directory_view *view, const char *
         roster.npresent++;
         roster.member[seats[i].index] = (tb__member){.rank = seat->rank,
                                                      .incarnation = seat->incarnation,
-                                                     .contact = copy_bytes(&at, seat->contact, seat->contact_nbytes),
+                                                     .contact = seat->contact,
                                                      .contact_nbytes = seat->contact_nbytes};
     }
+    roster.view = ref_view(view);
     *out = roster;
     return TB_OK;
 }
 
-tb_status tb__directory_view_notes(const tb__directory_view *view, const char *topic, tb__notes *out) {
-    size_t first = 0, last, nbytes = 0;
-    const note_entry *posts = view->notes.item;
-    while (first < view->notes.count && strcmp(posts[first].topic, topic) != 0)
+void tb__directory_view_notes(tb__directory_view *view, const char *topic, tb__notes *out) {
+    size_t first = 0, last;
+    const tb__note *notes = view->notes.item;
+    while (first < view->notes.count && strcmp(notes[first].topic, topic) != 0)
         first++;
-    for (last = first; last < view->notes.count && strcmp(posts[last].topic, topic) == 0; last++)
-        nbytes += posts[last].note.nbytes + strlen(posts[last].note.group) + 1;
-    if (first == last) {
-        *out = (tb__notes){0};
-        return TB_OK;
-    }
-    tb__notes notes = {.count = last - first};
-    notes.item = tb__malloc(1, notes.count * sizeof *notes.item + nbytes);
-    if (!notes.item)
-        return TB_NO_MEMORY;
-    char *at = (char *)(notes.item + notes.count);
-    for (size_t i = 0; i < notes.count; i++) {
-        tb__note note = posts[first + i].note;
-        note.group = copy_bytes(&at, note.group, strlen(note.group) + 1);
-        note.data = copy_bytes(&at, note.data, note.nbytes);
-        notes.item[i] = note;
-    }
-    *out = notes;
-    return TB_OK;
+    for (last = first; last < view->notes.count && strcmp(notes[last].topic, topic) == 0; last++)
+        ;
+    *out = (tb__notes){last - first, notes + first, ref_view(view)};
 }
 
 tb_status tb__directory_view_check_members(const tb__directory_view *view,
@@ -253,10 +228,11 @@ int32_t tb__directory_view_count_contacts(const tb__directory_view *view, const 
 
 void tb__roster_fini(tb__roster *roster) {
     free(roster->member);
+    tb__directory_view_unref(roster->view);
     *roster = (tb__roster){0};
 }
 
 void tb__notes_fini(tb__notes *notes) {
-    free(notes->item);
+    tb__directory_view_unref(notes->view);
     *notes = (tb__notes){0};
 }

@@ -233,9 +233,7 @@ static bool evaluate_requests(pairing *m) {
                  m->pair->sides[m->pair->side].group);
         return false;
     }
-    m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
-    if (m->status != TB_OK)
-        return true;
+    tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
     m->refusal = (tb__pair_refusal){0};
     m->status = tb__pair_check_refusals(m->pair, &notes, &m->refusal, &m->last_round);
     for (size_t i = 0; i < notes.count && m->status == TB_OK; i++) {
@@ -279,8 +277,7 @@ static uint64_t hash_state(tb_pair *pair) {
         hash = hash_bytes(hash, tb_error_detail(), strlen(tb_error_detail()));
     else if (!m.is_complete)
         return 0;
-    if (tb__directory_notes(pair->world->directory, pair->name, &notes) != TB_OK)
-        return 0;
+    tb__directory_notes(pair->world->directory, pair->name, &notes);
     for (size_t i = 0; i < notes.count; i++)
         hash = hash_bytes(hash, notes.item[i].data, notes.item[i].nbytes);
     tb__notes_fini(&notes);
@@ -695,16 +692,15 @@ bool tb__pair_is_stale(const tb_pair *pair) {
     bool is_stale = false;
     tb__notes notes;
     tb__loop_lock(pair->world->loop);
-    bool has_notes = tb__directory_notes(pair->world->directory, pair->name, &notes) == TB_OK; /* the store is there */
+    tb__directory_notes(pair->world->directory, pair->name, &notes);
     for (int side = 0; side < 2 && pair->is_connected; side++) {
         const tb__pair_side *s = &pair->sides[side];
         for (int32_t i = 0; i < s->size; i++)
             is_stale |= s->peers[i]->is_lost;
-        is_stale |= has_notes && count_requests(pair, side, &notes) < s->size;
+        is_stale |= count_requests(pair, side, &notes) < s->size;
     }
     tb__loop_unlock(pair->world->loop);
-    if (has_notes)
-        tb__notes_fini(&notes);
+    tb__notes_fini(&notes);
     return is_stale;
 }
 

@@ -127,8 +127,7 @@ void tb__pair_find_refusal(const tb_pair *pair, char *out, size_t room) {
     tb__pair_refusal refusal;
     uint32_t unused;
     *out = '\0';
-    if (tb__directory_notes(pair->world->directory, pair->name, &notes) != TB_OK)
-        return;
+    tb__directory_notes(pair->world->directory, pair->name, &notes);
     if (tb__pair_check_refusals(pair, &notes, &refusal, &unused) != TB_OK)
         snprintf(out, room, "%s", tb_error_detail());
     tb__notes_fini(&notes);
