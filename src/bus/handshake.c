@@ -41,10 +41,11 @@ static size_t other_lead(const tb__handshake *handshake) {
 
 /* A lead leads itself; a rank that is on both sides and leads none belongs to the first. */
 static void choose_leads(tb__handshake *handshake, tb__peer *const *peers, const int *sides, size_t npeers) {
+    size_t first[2] = {0, 0}; /* where there is one side only, they are the same */
     for (size_t i = npeers; i-- > 0;)
-        handshake->leads[sides[i]] = tb__handshake_find(handshake, peers[i]);
-    if (npeers > 0 && sides[npeers - 1] == 0)
-        handshake->leads[1] = handshake->leads[0];
+        first[sides[i]] = i;
+    for (int side = 0; side < 2 && npeers > 0; side++)
+        handshake->leads[side] = tb__handshake_find(handshake, peers[first[side]]);
     for (size_t i = npeers; i-- > 0;)
         handshake->ranks[tb__handshake_find(handshake, peers[i])].lead = handshake->leads[sides[i]];
     for (int side = 0; side < 2 && npeers > 0; side++)
