@@ -119,6 +119,10 @@ static tb_status number_hosts(tb__exchange *exchange) {
     exchange->hosts = tb__calloc(exchange->nhosts, sizeof *exchange->hosts);
     bool has_room = exchange->hosts != NULL;
     for (size_t i = 0; i < h->npeers && has_room; i++) {
+        if (i > 0 && h->peers[i]->host == h->peers[i - 1]->host) { /* peers share the text (tb__loop_meet) */
+            exchange->hosts[h->peers[i]->rank] = exchange->hosts[h->peers[i - 1]->rank];
+            continue;
+        }
         uint64_t hash = tb__hash_string(0, h->peers[i]->host);
         size_t probe = 0, j;
         while ((j = tb__index_next(&by_host, hash, &probe)) != TB__NOWHERE &&
@@ -279,6 +283,7 @@ static void exchange_side_fini(tb__exchange_side *s) {
     tb__index_fini(&s->wanted);
     free(s->seat_of);
     free(s->own.item);
+    free(s->used.item);
     free(s->tensors.item);
     free(s->seats);
 }

@@ -34,6 +34,10 @@ typedef struct tb__tensor_list {
     TB_VEC(const char *) ignored;
     tb_commit commit;
     bool checksum;
+    /* Set by tb__exchange_merge: */
+    bool is_used; /* a seat has it; else it came from a rank that has left */
+    int32_t first_seat;
+    size_t number; /* among those that are used, by their first seats */
 } tb__tensor_list;
 
 void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added_tensor *const *tensors,
@@ -65,14 +69,15 @@ typedef struct tb__exchange_side {
     TB_VEC(const tb__added_tensor *) own; /* the tensors it has added, by name, in the order of its list */
     uint64_t hash;                        /* of its list */
     tb__exchange_seat *seats;
-    int32_t *seat_of;                /* by peer: its seat, or -1 */
-    int32_t compared;                /* the seat that others' bucket sizes are compared with; -1: none */
-    tb__index wanted;                /* hashes of lists that a lead has asked for */
-    bool are_lists_sent;             /* by this lead, to the other one */
-    TB_VEC(tb__tensor_list) lists;   /* each once */
-    tb__index by_hash;               /* of the lists */
-    TB_VEC(tb__side_tensor) tensors; /* by name; once all lists are there */
-    tb_commit commit;                /* when it receives */
+    int32_t *seat_of;                     /* by peer: its seat, or -1 */
+    int32_t compared;                     /* the seat that others' bucket sizes are compared with; -1: none */
+    tb__index wanted;                     /* hashes of lists that a lead has asked for */
+    bool are_lists_sent;                  /* by this lead, to the other one */
+    TB_VEC(tb__tensor_list) lists;        /* each once */
+    tb__index by_hash;                    /* of the lists */
+    TB_VEC(const tb__tensor_list *) used; /* by number; this and `tensors` once all lists are there */
+    TB_VEC(tb__side_tensor) tensors;      /* by name */
+    tb_commit commit;                     /* when it receives */
 } tb__exchange_side;
 
 /* The shadow of a quantised tensor: where it is received before it is committed. */

@@ -94,21 +94,11 @@ static tb_status match_seats(matching *m, const tb__exchange *exchange) {
     return status;
 }
 
-/* Lists that no seat names any more are left out: they came from a rank that has left. */
 static tb_status matching_init(matching *m, const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         const tb__exchange_side *s = &exchange->sides[side];
-        bool *is_taken = tb__calloc(s->lists.count, sizeof *is_taken);
-        tb_status status = is_taken ? TB_OK : TB_NO_MEMORY;
-        for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
-            const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
-            bool *taken = &is_taken[list - s->lists.item];
-            if (!*taken)
-                status = collect_list(m, list);
-            *taken = true;
-        }
-        free(is_taken);
-        TB_TRY(status);
+        for (size_t i = 0; i < s->used.count; i++)
+            TB_TRY(collect_list(m, s->used.item[i]));
         m->names[side] = tb__malloc(s->tensors.count, sizeof *m->names[side]);
         if (!m->names[side])
             return TB_NO_MEMORY;

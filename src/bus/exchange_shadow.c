@@ -11,14 +11,14 @@ static const char *commit_name(tb_commit commit) {
 tb_status tb__exchange_agree_modes(tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         tb__exchange_side *s = &exchange->sides[side];
-        const tb__pair_side *seats = &exchange->pair->sides[side];
-        for (int32_t seat = 0; seat < seats->size; seat++) {
-            const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
-            if (seat > 0 && list->commit != s->commit)
-                return tb__fail(TB_CONFLICT, "%s and %s commit %s differently: %s and %s", seats->peers[0]->label,
-                                seats->peers[seat]->label, exchange->what, commit_name(s->commit),
+        tb__peer *const *peers = exchange->pair->sides[side].peers;
+        s->commit = s->used.item[0]->commit;
+        for (size_t i = 0; i < s->used.count; i++) {
+            const tb__tensor_list *list = s->used.item[i];
+            if (list->commit != s->commit)
+                return tb__fail(TB_CONFLICT, "%s and %s commit %s differently: %s and %s", peers[0]->label,
+                                peers[list->first_seat]->label, exchange->what, commit_name(s->commit),
                                 commit_name(list->commit));
-            s->commit = list->commit;
             exchange->checksum |= list->checksum;
         }
     }

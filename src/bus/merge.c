@@ -11,18 +11,14 @@
 /* A tensor in one of the lists. */
 typedef struct entry {
     const tb__tensor_description *desc;
-    size_t list; /* in the order of their first seats */
-    size_t at;   /* in its list */
+    const tb__tensor_list *list;
+    size_t at; /* in its list */
 } entry;
 
 /* The state of merging one side's lists. */
 typedef struct side_merge {
     tb__exchange *exchange;
     int side;
-    size_t *list_of; /* by seat */
-    const tb__tensor_list **lists;
-    int32_t *first_seat; /* by list */
-    size_t nlists;
     int32_t *seat_of; /* by bus rank */
     uint64_t *listed; /* by list: the number of the last tensor that was found in it */
 } side_merge;
@@ -113,7 +109,7 @@ static tb_status check_descriptions_equal(const side_merge *j, const entry *a, c
     if (!*difference)
         return TB_OK;
     return tb__fail(TB_CONFLICT, "%s and %s describe tensor '%.100s' of %s differently: %s",
-                    label_of(j, j->first_seat[a->list]), label_of(j, j->first_seat[b->list]), a->desc->name,
+                    label_of(j, a->list->first_seat), label_of(j, b->list->first_seat), a->desc->name,
                     j->exchange->what, difference);
 }
 
@@ -132,14 +128,16 @@ static bool holds_part(const tb__side_tensor *held, int32_t rank) {
 /* Checks that all ranks that hold a part of the tensor have it in their lists. */
 static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, uint64_t number) {
     enum { NAMED = 4 };
-    if (j->nlists == 1) /* all seats have it */
+    const tb__exchange_side *s = &j->exchange->sides[j->side];
+    if (s->used.count == 1) /* all seats have it */
         return TB_OK;
     char missing[200] = "";
     size_t at = 0, count = 0;
     int32_t n = tb_layout_nranks(held->layout);
     for (int32_t i = 0; i < n; i++) {
         int32_t seat = j->seat_of[tb_layout_rank_at(held->layout, i)];
-        if (j->listed[j->list_of[seat]] == number || !holds_part(held, tb_layout_rank_at(held->layout, i)))
+        if (j->listed[tb__exchange_list(s, s->seats[seat].hash)->number] == number ||
+            !holds_part(held, tb_layout_rank_at(held->layout, i)))
             continue;
         if (count++ < NAMED && at < sizeof missing)
             at += (size_t)snprintf(missing + at, sizeof missing - at, "%s%s", count > 1 ? ", " : "", label_of(j, seat));
@@ -155,23 +153,25 @@ static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, ui
 static int compare_list_entries(const void *a, const void *b) {
     const entry *x = a, *y = b;
     int c = strcmp(x->desc->name, y->desc->name);
-    return c ? c : (x->list > y->list) - (x->list < y->list);
+    return c ? c : (x->list->number > y->list->number) - (x->list->number < y->list->number);
 }
 
 /* All tensors of all lists, by name, then by list. */
 static tb_status gather_entries(const side_merge *j, entry **out, size_t *count) {
+    const tb__exchange_side *s = &j->exchange->sides[j->side];
     size_t n = 0;
-    for (size_t i = 0; i < j->nlists; i++)
-        n += j->lists[i]->tensors.count;
+    for (size_t i = 0; i < s->used.count; i++)
+        n += s->used.item[i]->tensors.count;
     entry *entries = tb__malloc(n, sizeof *entries);
     if (!entries)
         return TB_NO_MEMORY;
     n = 0;
-    for (size_t i = 0; i < j->nlists; i++) {
-        for (size_t k = 0; k < j->lists[i]->tensors.count; k++)
-            entries[n++] = (entry){&j->lists[i]->tensors.item[k], i, k};
+    for (size_t i = 0; i < s->used.count; i++) {
+        const tb__tensor_list *list = s->used.item[i];
+        for (size_t k = 0; k < list->tensors.count; k++)
+            entries[n++] = (entry){&list->tensors.item[k], list, k};
     }
-    if (j->nlists > 1 && n > 1)
+    if (s->used.count > 1 && n > 1)
         qsort(entries, n, sizeof *entries, compare_list_entries);
     *out = entries;
     *count = n;
@@ -187,11 +187,11 @@ static tb_status merge_entries(side_merge *j, const entry *entries, size_t count
         for (next = i; next < count && strcmp(entries[next].desc->name, held.desc->name) == 0; next++) {
             if (next > i)
                 TB_TRY(check_descriptions_equal(j, &entries[i], &entries[next]));
-            j->listed[entries[next].list] = number;
+            size_t at = entries[next].list->number;
+            j->listed[at] = number;
             if (entries[next].desc->memory) /* 0 is also what ranks without the tensor would have */
-                held.memory_kind =
-                    tb__hash(tb__hash(held.memory_kind, entries[next].list + 1), entries[next].desc->memory);
-            if (j->lists[entries[next].list] == own)
+                held.memory_kind = tb__hash(tb__hash(held.memory_kind, at + 1), entries[next].desc->memory);
+            if (entries[next].list == own)
                 held.mine = s->own.item[entries[next].at];
         }
         tb_status status = get_side_layout(j->exchange, j->side, held.desc->layout, &held.layout);
@@ -205,52 +205,39 @@ static tb_status merge_entries(side_merge *j, const entry *entries, size_t count
 }
 
 /* Numbers the lists in the order of their first seats. */
-static tb_status number_lists(side_merge *j) {
-    const tb__exchange_side *s = &j->exchange->sides[j->side];
-    const tb__pair_side *seats = &j->exchange->pair->sides[j->side];
-    size_t *number = tb__malloc(s->lists.count, sizeof *number);
-    if (!number)
+static tb_status number_lists(tb__exchange_side *s, const tb__pair_side *seats, int32_t *seat_of) {
+    if (!tb__vec_reserve(&s->used, s->lists.count))
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < s->lists.count; i++)
-        number[i] = TB__NOWHERE;
     for (int32_t seat = 0; seat < seats->size; seat++) {
-        const tb__tensor_list *list = tb__exchange_list(s, s->seats[seat].hash);
-        size_t i = (size_t)(list - s->lists.item);
-        if (number[i] == TB__NOWHERE) {
-            number[i] = j->nlists++;
-            j->lists[number[i]] = list;
-            j->first_seat[number[i]] = seat;
-        }
-        j->list_of[seat] = number[i];
-        j->seat_of[seats->peers[seat]->rank] = seat;
+        tb__tensor_list *list = &s->lists.item[tb__exchange_list(s, s->seats[seat].hash) - s->lists.item];
+        seat_of[seats->peers[seat]->rank] = seat;
+        if (list->is_used)
+            continue;
+        list->is_used = true;
+        list->first_seat = seat;
+        list->number = s->used.count;
+        s->used.item[s->used.count++] = list;
     }
-    free(number);
     return TB_OK;
 }
 
 tb_status tb__exchange_merge(tb__exchange *exchange, int side) {
-    size_t size = (size_t)exchange->pair->sides[side].size;
+    tb__exchange_side *s = &exchange->sides[side];
     size_t nranks = (size_t)exchange->handshake.peers[exchange->handshake.npeers - 1]->rank + 1;
     side_merge j = {.exchange = exchange,
                     .side = side,
-                    .list_of = tb__malloc(size, sizeof *j.list_of),
-                    .lists = tb__malloc(size, sizeof *j.lists),
-                    .first_seat = tb__malloc(size, sizeof *j.first_seat),
                     .seat_of = tb__calloc(nranks, sizeof *j.seat_of),
-                    .listed = tb__calloc(size, sizeof *j.listed)};
+                    .listed = tb__calloc(s->lists.count, sizeof *j.listed)};
     entry *entries = NULL;
     size_t count = 0;
-    tb_status status = j.list_of && j.lists && j.first_seat && j.seat_of && j.listed ? TB_OK : TB_NO_MEMORY;
+    tb_status status = j.seat_of && j.listed ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = number_lists(&j);
+        status = number_lists(s, &exchange->pair->sides[side], j.seat_of);
     if (status == TB_OK)
         status = gather_entries(&j, &entries, &count);
     if (status == TB_OK)
         status = merge_entries(&j, entries, count);
     free(entries);
-    free(j.list_of);
-    free(j.lists);
-    free(j.first_seat);
     free(j.seat_of);
     free(j.listed);
     return status;
