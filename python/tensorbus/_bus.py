@@ -6,8 +6,8 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
-from ctypes import byref, c_char_p, c_int32, c_uint64
+from collections.abc import Callable, Iterable, Mapping
+from ctypes import byref, c_char_p, c_int32, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 from . import _tensors, _values
@@ -143,6 +143,23 @@ class Bus(Handle):
         self._seats = {self.group: (self.index, self.size)}
         _live.add(self)
 
+    def _make_apart(self, call: Callable[[c_void_p], None]) -> None:
+        """Makes a call that has no descriptor, in a thread; an exception such as KeyboardInterrupt leaves it there."""
+        failures: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                call(world)
+            except BaseException as error:
+                failures.append(error)
+
+        with self._use() as world:
+            thread = finish_apart(self, body)
+            while thread.is_alive():
+                thread.join(0.2)  # signals are handled
+        for failure in failures:
+            raise failure
+
     def groups(self, timeout: float | None = None) -> dict[str, Group]:
         """The groups on the bus, by name: how many of their seats are taken, of how many.
 
@@ -153,9 +170,9 @@ class Bus(Handle):
         {'trainer': Group(present=1, size=2)}
         """
         timeout_ms = _values.milliseconds("timeout", timeout)
-        with self._use() as world:
-            lines = take_text(lib.tb_world_groups, world, timeout_ms).splitlines()
-        found = (line.split(" ", 2) for line in lines)
+        texts: list[str] = []
+        self._make_apart(lambda world: texts.append(take_text(lib.tb_world_groups, world, timeout_ms)))
+        found = (line.split(" ", 2) for line in texts[0].splitlines())
         return {name: Group(int(present), int(size)) for present, size, name in found}
 
     def wait(self, group: str, timeout: float | None = None) -> None:
@@ -198,21 +215,8 @@ class Bus(Handle):
         c_group = _values.text("group", group)
         index = _values.integer("index", index, 0, TB_MAX_RANKS - 1)
         size = _values.integer("size", size, 1, TB_MAX_RANKS)
-        failures: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                lib.tb_world_enter(world, c_group, index, size)
-            except BaseException as error:
-                failures.append(error)
-
-        with self._use() as world:
-            thread = finish_apart(self, body)
-            while thread.is_alive():
-                thread.join(0.2)  # signals are handled
-            for failure in failures:
-                raise failure
-            self._seats[group] = (index, size)
+        self._make_apart(lambda world: lib.tb_world_enter(world, c_group, index, size))
+        self._seats[group] = (index, size)
 
     def _pairing(
         self,

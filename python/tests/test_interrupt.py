@@ -32,6 +32,7 @@ SCRIPT = """
 import sys, numpy as np, tensorbus as tb
 folder = sys.argv[1]
 bus = tb.join("unix:" + folder + "/bus", group="a", index=0, size=1)
+idle = tb.join("unix:" + folder + "/bus", group="idle", index=0, size=1)
 batch = bus.batch("b")
 batch.add(bus.pair("q", "b", "mesh=1 place=R", wait=False), "w", np.zeros(4))
 print("ready", flush=True)
@@ -172,7 +173,13 @@ with tb.join("unix:" + sys.argv[1] + "/bus", group="store", index=0, size=1):
 
 
 @pytest.mark.parametrize(
-    "call", ['bus.enter("c", 0, 1)', 'bus.pair("z", "b", "mesh=1 place=R", wait=False)', "batch.register(timeout=50)"]
+    "call",
+    [
+        'bus.enter("c", 0, 1)',
+        'bus.pair("z", "b", "mesh=1 place=R", wait=False)',
+        "batch.register(timeout=50)",
+        "idle.groups(timeout=50)",
+    ],
 )
 def test_ctrl_c_while_the_store_is_silent(call: str, tmp_path: Path) -> None:
     """The call ends at once, and so does the program, though the library waits for the store's answer."""
@@ -197,6 +204,7 @@ def test_ctrl_c_while_the_store_is_silent(call: str, tmp_path: Path) -> None:
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "ended\n"
+        assert time.monotonic() - begun < 5
         _, errors = process.communicate(timeout=30)
         assert "KeyboardInterrupt" in errors
         assert time.monotonic() - begun < 20
