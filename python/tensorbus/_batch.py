@@ -443,10 +443,10 @@ class Batch(Handle):
             self._look_again(is_send)
         if (before := self._transfers.get(is_send)) is not None:
             before._finish()
-        moved = [pair for _, watch in self._watches for pair in watch.look()]
+        moved = [pair for _, watch in self._watches for pair in watch.look(is_send)]
+        handle = self._stream(stream)
         if not self._is_registered:
             self.register(timeout)
-        handle = self._stream(stream)
         if handle is not None:
             opts = tb_transfer_opts.from_buffer_copy(opts)
             opts.stream = ctypes.addressof(handle)

@@ -115,4 +115,5 @@ def _name(function: Any, begin: Callable[..., Any], name: str) -> None:
     signature = inspect.signature(begin)
     made = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
     function.__name__, function.__qualname__ = name, f"{begin.__qualname__.rpartition('.')[0]}.{name}".lstrip(".")
+    begin.__qualname__ = function.__qualname__  # in the TypeError of arguments that it does not have
     function.__signature__ = signature.replace(return_annotation=made)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import _values
+from ._c import TB_MAX_RANKS
 from ._errors import Invalid, Refused
 
 # What maps the ranks of a mesh to seats of the group: {global rank: seat}, or seats by global rank.
@@ -120,6 +122,16 @@ def _permute(shape: Sequence[int], values: Sequence[int], dims: Sequence[int]) -
     for d in dims:
         offsets = [offset + i * strides[d] for offset in offsets for i in range(shape[d])]
     return [values[offset] for offset in offsets]
+
+
+def check_ranks(ranks: Any) -> None:
+    """Refuses what maps no ranks to seats."""
+    if ranks is None:
+        return
+    if isinstance(ranks, str | bytes) or not isinstance(ranks, Mapping | Sequence):
+        raise Invalid(f"ranks must be a dict or a list of seats, not {type(ranks).__name__}")
+    for seat in ranks.values() if isinstance(ranks, Mapping) else ranks:
+        _values.integer("a seat of ranks", seat, 0, TB_MAX_RANKS - 1)
 
 
 def mesh_ranks(mesh: Any, ranks: RankMap | None = None) -> list[int]:

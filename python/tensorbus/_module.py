@@ -38,6 +38,32 @@ class _Place:
     view: _tensors.View
 
 
+@dataclass(slots=True)
+class _Tied:
+    """Another name of a tensor."""
+
+    owner: dict[str, Any]
+    key: str
+    name: str
+    place: _Place
+
+
+def _memory_of(view: _tensors.View) -> tuple[Any, ...]:
+    """Equal for tensors that are the same elements of the same memory."""
+    return view.address, view.device, view.dtype, view.shape, view.strides, view.layout, view.global_shape
+
+
+def _has_overlap(view: _tensors.View) -> bool:
+    """Whether elements share memory, as those of expanded tensors do."""
+    dims = sorted((s, n) for n, s in zip(view.shape, view.strides or (), strict=False) if n > 1)
+    reach = 0
+    for stride, n in dims:
+        if stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
 Moved = tuple[Any, Any]  # a tensor in the memory that the batch borrows, and one where the program has it now
 
 
@@ -88,6 +114,7 @@ class Watch:
         torch = _torch.loaded()
         if torch is None or not isinstance(module, torch.nn.Module):
             raise Invalid(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        _dtensor.check_ranks(ranks)
         self._module = module
         self._buffers, self._reshard, self._ranks = buffers, reshard, ranks
         self._plain_layout = None if mesh is None else _replicated(mesh, ranks)
@@ -95,23 +122,55 @@ class Watch:
         self._fsdp = _fsdp_groups(module)
         self.ties: dict[str, str] = {}  # names of tensors that are there under another name
         self._check_sharded()
-        self._tied: list[tuple[dict[str, Any], str, str, _Place]] = []  # owner, key and name; and what it is tied to
+        self._tied: list[_Tied] = []
         self._places = self._find_places()
+        self._parts = self._find_parts()
 
     def _find_places(self) -> list[_Place]:
         places: dict[str, _Place] = {}
-        first: dict[int, str] = {}
+        first: dict[Any, str] = {}  # by tensor, and by memory
         for owner, key, name in _list(self._module, self._buffers):
             tensor = owner[key]
-            canonical = first.setdefault(id(tensor), name)
             if name in places or name in self.ties:
                 raise Invalid(f"two parameters are '{name}' without the names of wrappers")
-            if canonical != name:
-                self.ties[name] = canonical
-                self._tied.append((owner, key, name, places[canonical]))
-            else:
-                places[name] = self._read(owner, key, name)
+            canonical = first.get(id(tensor))
+            if canonical is None:
+                place = self._read(owner, key, name)
+                canonical = name if place.view.address == 0 else first.setdefault(_memory_of(place.view), name)
+                first[id(tensor)] = canonical
+                if canonical == name:
+                    places[name] = place
+                    continue
+            self.ties[name] = canonical
+            self._tied.append(_Tied(owner, key, name, places[canonical]))
         return list(places.values())
+
+    def _find_parts(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
+        """What says which tensors the module has: its modules, and how many tensors each has, as they are now."""
+        parts: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._counts: list[tuple[dict[str, Any], int]] = []
+        for child in self._module.modules():
+            parts.append((child._modules, tuple(child._modules.values())))
+            self._counts.append((child._parameters, len(child._parameters)))
+            if self._buffers:
+                self._counts.append((child._buffers, len(child._buffers)))
+        return parts
+
+    def _check_parts(self) -> None:
+        """Follows modules that were put into the place of others. Names must stay what they were."""
+        are_same = all(tuple(of.values()) == kept for of, kept in self._parts)
+        if are_same and all(len(owner) == count for owner, count in self._counts):
+            return
+        found = {name: (owner, key) for owner, key, name in _list(self._module, self._buffers)}
+        known: list[_Place | _Tied] = [*self._places, *self._tied]
+        for each in known:
+            if each.name not in found:
+                raise Refused(f"parameter '{each.name}' is gone from its module; make the batch again")
+            each.owner, each.key = found.pop(each.name)
+        if found:
+            raise Refused(f"parameter '{next(iter(found))}' is new in its module; make the batch again")
+        self._parts = self._find_parts()
+        self._fsdp = _fsdp_groups(self._module)
 
     def _read(self, owner: dict[str, Any], key: str, name: str) -> _Place:
         tensor = owner[key]
@@ -129,14 +188,15 @@ class Watch:
         """What is to be added to the batch, by name."""
         return {place.name: place.view for place in self._places}
 
-    def look(self) -> list[Moved]:
+    def look(self, is_send: bool) -> list[Moved]:
         """Looks at type, layout and address of each tensor again, and returns those whose storage has moved.
 
         What can't be moved as it was registered is refused, by name.
         """
+        self._check_parts()
         self._check_sharded()
-        for owner, key, name, place in self._tied:
-            self._check_tied(owner.get(key), name, place)
+        for tied in self._tied:
+            self._check_tied(tied.owner.get(tied.key), tied.name, tied.place)
         moved: list[Moved] = []
         for place in self._places:
             tensor = place.owner.get(place.key)
@@ -149,7 +209,7 @@ class Watch:
                     and place.held.is_intact
                 ):
                     continue
-            found = self._look_closer(place, tensor)
+            found = self._look_closer(place, tensor, is_send)
             if found is not None:
                 moved.append((place.local, found))
         return moved
@@ -168,7 +228,7 @@ class Watch:
             "batch again"
         )
 
-    def _look_closer(self, place: _Place, tensor: Any) -> Any:
+    def _look_closer(self, place: _Place, tensor: Any, is_send: bool) -> Any:
         """The local tensor that has moved; None: it is what it was."""
         what = f"parameter '{place.name}'"
         if tensor is None:
@@ -184,8 +244,11 @@ class Watch:
         if not place.held.is_intact:
             raise Invalid(f"the memory of {what} was freed or resized after it was registered; make the batch again")
         place.tensor, place.spec = now.tensor, now.spec
-        same = (view.address, view.strides) == (was.address, was.strides)
-        return None if same else now.local
+        if (view.address, view.strides) == (was.address, was.strides):
+            return None
+        if not is_send and _has_overlap(view):
+            raise Refused(f"{what} has elements that share memory, and can't be received into")
+        return now.local
 
     def _check_sharded(self) -> None:
         for name, child, group in self._fsdp:

@@ -134,7 +134,10 @@ def read(
     shape = tuple(local.shape)
     if spec is not None and not spec.mesh._is_current_rank_part_of_mesh():
         shape = (0,) * len(spec.shape)  # torch has no shape for what this rank has: nothing
-    held = Held(tensor, local)
+    try:
+        held = Held(tensor, local)
+    except (NotImplementedError, RuntimeError) as error:  # such as what torch.func.vmap passes to functions
+        raise Refused(f"it has no memory: {error}") from error
     return _tensors.View(
         address=held.address if local.numel() else 0,
         dtype=_dtype(local),
@@ -152,6 +155,9 @@ def read_dtensor(name: str, tensor: Any, ranks: _dtensor.RankMap | None, mesh: A
     """The same of what must be a DTensor."""
     if not is_dtensor(tensor):
         raise Invalid(f"tensor '{name}': ranks= and mesh= are for DTensors, and this is a {type(tensor).__name__}")
+    _dtensor.check_ranks(ranks)
+    if mesh is not None and not hasattr(mesh, "mesh"):
+        raise Invalid(f"tensor '{name}': mesh must be a DeviceMesh, not {type(mesh).__name__}")
     view = read(tensor, ranks, () if mesh is None else (mesh,))
     assert view is not None
     return view

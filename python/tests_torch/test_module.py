@@ -78,23 +78,55 @@ def test_ties(tmp_path: Path, source_is_tied: bool, target_is_tied: bool) -> Non
     assert same(state(source), state(target))
 
 
+class Views(nn.Module):
+    """Two parameters of the same memory, and a third that is tied to the second."""
+
+    def __init__(self, are_views: bool) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(3, 4))
+        self.b = nn.Parameter(self.a.data.view(3, 4) if are_views else torch.randn(3, 4))
+        self.c = self.b if are_views else nn.Parameter(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("target_has_views", [False, True])
+def test_views_of_the_same_memory_are_ties(tmp_path: Path, target_has_views: bool) -> None:
+    source, target = Views(True), Views(target_has_views)
+
+    def send(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_module(pair, source)
+        batch.send(timeout=20.0)
+
+    def recv(bus: tb.Bus, pair: tb.Pair) -> None:
+        batch = bus.batch("step")
+        batch.add_module(pair, target)
+        batch.recv(timeout=20.0)
+
+    in_pair(tmp_path, send, recv)
+    assert same(state(source), state(target))
+
+
 def test_storage_that_moves(tmp_path: Path) -> None:
     """Parameters are sent from wherever they are when it is sent."""
-    source, target = nn.Linear(5, 3), nn.Linear(5, 3)
+    source, target = nn.Sequential(nn.Linear(5, 3)), nn.Sequential(nn.Linear(5, 3))
     sent: list[dict[str, torch.Tensor]] = []
     got: list[dict[str, torch.Tensor]] = []
     turn = threading.Barrier(2, timeout=30.0)
+
+    def replace() -> None:
+        source[0] = nn.Linear(5, 3)
 
     def moves() -> list[Callable[[], Any]]:
         new = {name: torch.randn_like(t) for name, t in source.state_dict().items()}
         return [
             lambda: None,
-            lambda: setattr(source.weight, "data", torch.randn(3, 5)),
-            lambda: setattr(source.weight, "data", torch.randn(5, 3).t()),  # other strides
+            lambda: setattr(source[0].weight, "data", torch.randn(3, 5)),
+            lambda: setattr(source[0].weight, "data", torch.randn(5, 3).t()),  # other strides
             lambda: source.load_state_dict(new, assign=True),
-            lambda: source.bias.data.add_(1),
-            lambda: setattr(source, "bias", nn.Parameter(torch.randn(3))),
+            lambda: source[0].bias.data.add_(1),
+            lambda: setattr(source[0], "bias", nn.Parameter(torch.randn(3))),
             lambda: source.to(torch.float64).to(torch.float32),
+            replace,
         ]
 
     changes = moves()
@@ -174,10 +206,10 @@ def test_storage_that_moves_is_received_into(tmp_path: Path, commit: str) -> Non
     assert all(same(a, b) for a, b in zip(sent, got, strict=True))
 
 
-def look(module: nn.Module, change: Callable[[], Any]) -> None:
+def look(module: nn.Module, change: Callable[[], Any], is_send: bool = True) -> None:
     watch = _module.Watch(module, buffers=False, reshard=False, ranks=None, mesh=None)
     change()
-    watch.look()
+    watch.look(is_send)
 
 
 def test_what_has_changed_is_refused_by_name() -> None:
@@ -197,7 +229,20 @@ def test_what_has_changed_is_refused_by_name() -> None:
     with pytest.raises(tb.Refused, match=r"was tied to .*, and is not any more"):
         look(tied, lambda: setattr(tied.head, "weight", nn.Parameter(torch.zeros_like(tied.head.weight))))
     linear = nn.Linear(5, 3)
+    with pytest.raises(tb.Refused, match="'weight' has elements that share memory"):
+        look(linear, lambda: setattr(linear.weight, "data", torch.ones(1, 5).expand(3, 5)), is_send=False)
     look(linear, lambda: None)
+    layers = nn.Sequential(nn.Linear(5, 3), nn.ReLU())
+    with pytest.raises(tb.Refused, match=r"'2\.weight' is new in its module"):
+        look(layers, lambda: layers.append(nn.Linear(3, 2)))
+    layers = nn.Sequential(nn.Linear(5, 3), nn.ReLU())
+    with pytest.raises(tb.Refused, match=r"'0\.bias' is gone from its module"):
+        look(layers, lambda: layers.__setitem__(0, nn.Linear(5, 3, bias=False)))
+    with pytest.raises(tb.Refused, match="'scale' is new in its module"):
+        look(linear, lambda: linear.register_parameter("scale", nn.Parameter(torch.ones(3))))
+    for ranks in ("01", 3, {0: "a"}):
+        with pytest.raises(tb.Invalid, match="ranks"):
+            _module.Watch(nn.Linear(2, 2), buffers=False, reshard=False, ranks=ranks, mesh=None)
 
 
 class Packed(torch.Tensor):
@@ -259,7 +304,7 @@ def test_a_look_takes_at_most_2_us_a_tensor() -> None:
     took = []
     for _ in range(9):
         start = time.process_time()
-        watch.look()
+        watch.look(is_send=True)
         took.append((time.process_time() - start) / 6000)
     print(f"a look takes {min(took) * 1e6:.2f} to {max(took) * 1e6:.2f} us a tensor")
     assert min(took) < 2e-6
@@ -339,6 +384,18 @@ def test_tensors(tmp_path: Path) -> None:
     expected = {name: t.detach().clone() for name, t in sent.items()}
     in_pair(tmp_path, send, recv)
     assert same(expected, {name: t.detach() for name, t in got.items()})
+
+
+def test_what_vmap_passes_is_refused(tmp_path: Path) -> None:
+    with tb.join(f"unix:{tmp_path}/bus", group="a", index=0, size=1) as bus:
+        pair, batch = bus.pair("p", "b", layout="mesh=1 place=R", wait=False), bus.batch("step")
+
+        def add(row: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(tb.Refused, match="tensor 'row': it has no memory"):
+                batch.add(pair, "row", row)
+            return row
+
+        torch.func.vmap(add)(torch.zeros(2, 3))
 
 
 def test_allocator_without_a_gpu() -> None:
