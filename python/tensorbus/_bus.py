@@ -139,9 +139,13 @@ class Bus(Handle):
         self.index, self.size = index.value, size.value
         self.rank: int = lib.tb_world_rank(self._handle)
         self.incarnation: int = lib.tb_world_incarnation(self._handle)
-        self._what = f"{self.group} {self.index} of {self.size}"
+        self._what = f"bus seat {self.index} of {self.size} in group '{self.group}'"
         self._seats = {self.group: (self.index, self.size)}
         _live.add(self)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.is_closed else ""
+        return f"<tensorbus.Bus {self.group} {self.index} of {self.size}{closed}>"
 
     def _make_apart(self, call: Callable[[c_void_p], None]) -> None:
         """Makes a call that has no descriptor, in a thread; an exception such as KeyboardInterrupt leaves it there."""

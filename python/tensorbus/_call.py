@@ -95,6 +95,7 @@ def waiting(name: str, begin: Callable[_P, Call[_T]]) -> Callable[_P, _T]:
         return begin(*args, **kwargs).wait()
 
     _name(wait, begin, name)
+    begin.__qualname__ = wait.__qualname__  # as a TypeError calls it
     return wait
 
 
@@ -115,5 +116,4 @@ def _name(function: Any, begin: Callable[..., Any], name: str) -> None:
     signature = inspect.signature(begin)
     made = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
     function.__name__, function.__qualname__ = name, f"{begin.__qualname__.rpartition('.')[0]}.{name}".lstrip(".")
-    begin.__qualname__ = function.__qualname__  # in the TypeError of arguments that it does not have
     function.__signature__ = signature.replace(return_annotation=made)

@@ -111,6 +111,8 @@ def test_add(pair: tb.Pair, batch: tb.Batch, wrong: dict[str, Any], words: str) 
 
 
 def test_other_calls(bus: tb.Bus, pair: tb.Pair, batch: tb.Batch) -> None:
+    open_batch = bus.batch("with a tensor")
+    open_batch.add(pair, "w", X, shape=(6, 4))
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: bus.pair("p2", "a", "mesh=2 place=S0"), "can't be both"),
         (lambda: bus.pair("p2", "b", "mesh=3 place=S0"), "rank 2 of group 'a', which has 2"),
@@ -125,6 +127,7 @@ def test_other_calls(bus: tb.Bus, pair: tb.Pair, batch: tb.Batch) -> None:
         (lambda: bus.batch(""), "needs a name"),
         (lambda: batch.register(), "has no tensors"),
         (lambda: batch.send(wait="soon"), "wait is 'soon'"),
+        (lambda: open_batch.send(stream="0"), "stream must be an int"),  # type: ignore[arg-type]
         (lambda: batch.recv(timeout=-2), "timeout is -2"),
         (lambda: batch.remove_pair(pair), "is not in batch"),
         (lambda: bus.enter("a", 0, 2), "already has seat"),
@@ -137,9 +140,12 @@ def test_other_calls(bus: tb.Bus, pair: tb.Pair, batch: tb.Batch) -> None:
     for call, words in calls:
         with pytest.raises(tb.Error, match=words):
             call()
+    open_batch.close()
+    with pytest.raises(TypeError, match=r"^Bus\.pair\(\) got an unexpected keyword argument 'layouts'"):
+        bus.pair("p2", "b", layouts="mesh=2 place=S0")  # type: ignore[call-arg]
 
 
-def test_closed(bus: tb.Bus) -> None:
+def test_closed(bus: tb.Bus, tmp_path: Path) -> None:
     batch = bus.batch("closed")
     pair = bus.pair("closed", "b", "mesh=2 place=S0", wait=False)
     batch.close()
@@ -148,6 +154,10 @@ def test_closed(bus: tb.Bus) -> None:
     for call in (lambda: batch.version, batch.send, batch.register, lambda: batch.add(pair, "w", X, shape=(6, 4))):
         with pytest.raises(tb.Invalid, match="closed"):
             call()
+    idle = tb.join(f"unix:{tmp_path}/bus", group="idle", index=0, size=1)
+    idle.close()
+    with pytest.raises(tb.Invalid, match=r"^bus seat 0 of 1 in group 'idle' is closed"):
+        idle.groups()
     other = bus.batch("open")
     with pytest.raises(tb.Invalid, match="pair 'closed' is closed"):
         other.add(pair, "w", X, shape=(6, 4))
