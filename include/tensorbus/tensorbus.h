@@ -301,6 +301,18 @@ TB_API tb_status tb_binding_contiguous(void *base, int64_t offset, tb_dtype dtyp
 /* Whether every element lies inside an allocation of nbytes that starts at `base`. */
 TB_API tb_status tb_binding_check(const tb_binding *binding, int64_t nbytes);
 
+/* ---- Hashes -------------------------------------------------------------------------------------------------- */
+
+/* The hash of a tensor is the sum modulo 2^64 of the hashes of its elements, and that of an element comes from its bits
+ * and its row-major index in the whole tensor (docs/verify.md has the formula). So parts are hashed where they lie, and
+ * added up in any order: the hash does not depend on how the tensor is cut. It does not depend on dtype and shape
+ * either, beyond the elements' bits and indices: compare these, too.
+ *
+ * This is the hash of the box that the binding says, which begins at the indices `start` of a tensor of this shape. An
+ * empty one has 0. The memory is read by the CPU: the caller copies that of a GPU to the host. Pure, may be called from
+ * several threads at once. */
+TB_API tb_status tb_hash_box(const tb_binding *box, const tb_shape *shape, const int64_t *start, uint64_t *out);
+
 /* ---- Transforms ---------------------------------------------------------------------------------------------- */
 
 /* Conversions on the way that are the user's own. Those that come with tensorbus are said by a tensor's `encode`. */
