@@ -261,10 +261,10 @@ tb_status tb_hash_part(const tb_layout *layout, const tb_shape *shape, int32_t r
     for (int d = 0; d < shape->ndim && status == TB_OK; d++) {
         is_empty |= local.shape.dim[d] == 0;
         if (part->shape.dim[d] != local.shape.dim[d])
-            status = tb__fail(TB_INVALID,
-                              "dim %d: the part has %" PRId64 " indices, and rank %" PRId32 " has %" PRId64
-                              " by the layout",
-                              d, part->shape.dim[d], rank, local.shape.dim[d]);
+            status =
+                tb__fail(TB_INVALID,
+                         "dim %d: the part has %" PRId64 " indices, and rank %" PRId32 " has %" PRId64 " by the layout",
+                         d, part->shape.dim[d], rank, local.shape.dim[d]);
     }
     for (int d = 0; d >= 0 && status == TB_OK && !is_empty;) {
         tb_binding box = *part;

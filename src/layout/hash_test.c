@@ -232,7 +232,8 @@ static void wrong_boxes(void **state) {
     fails(TB_INVALID, "the box has 1 dims, and the tensor has 2", tb_hash_box(&b, &shape, start, &hash));
     tb_binding_contiguous(bytes, 0, TB_U8, &box, &b);
     start[0] = 3;
-    fails(TB_INVALID, "dim 0: the box has 2 indices from 3, and the tensor has 4", tb_hash_box(&b, &shape, start, &hash));
+    fails(TB_INVALID, "dim 0: the box has 2 indices from 3, and the tensor has 4",
+          tb_hash_box(&b, &shape, start, &hash));
     start[0] = 0;
     b.base = NULL;
     fails(TB_INVALID, "the box has 12 bytes, and its base is NULL", tb_hash_box(&b, &shape, start, &hash));

@@ -7,9 +7,9 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tool_command *const commands[] = {&tool_layout, &tool_plan,  &tool_inspect, &tool_reshard, &tool_agent,
-                                               &tool_status, &tool_top,   &tool_store,   &tool_config,  &tool_doctor,
-                                               &tool_demo,   &tool_bench, NULL};
+static const tool_command *const commands[] = {&tool_layout, &tool_plan,   &tool_inspect, &tool_reshard, &tool_verify,
+                                               &tool_agent,  &tool_status, &tool_top,     &tool_store,   &tool_config,
+                                               &tool_doctor, &tool_demo,   &tool_bench,   NULL};
 
 static const tool_command *find_command(const char *name) {
     for (const tool_command *const *c = commands; *c; c++) {
@@ -94,7 +94,7 @@ static void log_line(void *arg, tb_log_level level, const char *line) {
 }
 
 static int run(const tool_command *command, char **argv) {
-    const char *value[TOOL_MAX_OPTIONS + 1] = {NULL};
+    const char *value[TOOL_MAX_VALUES] = {NULL};
     bool wants_help = false;
     tool_set_command(command->name);
     int exit_status = tool_read_options(command, argv, value, &wants_help);

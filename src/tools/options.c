@@ -70,6 +70,10 @@ int tool_read_options(const tool_command *command, char **argv, const char **val
             value[TOOL_OPERAND] = *arg;
             continue;
         }
+        if (**arg != '-' && command->has_second_operand && !value[TOOL_SECOND_OPERAND]) {
+            value[TOOL_SECOND_OPERAND] = *arg;
+            continue;
+        }
         if (**arg != '-')
             return tool_fail(TOOL_BAD_INPUT, "unexpected argument '%s'; see `tensorbus %s --help`", *arg,
                              command->name);

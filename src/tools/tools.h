@@ -24,22 +24,23 @@ typedef struct tool_option {
     const char *help;
 } tool_option;
 
-enum { TOOL_MAX_OPTIONS = 16, TOOL_OPERAND = TOOL_MAX_OPTIONS };
+enum { TOOL_MAX_OPTIONS = 16, TOOL_OPERAND = TOOL_MAX_OPTIONS, TOOL_SECOND_OPERAND, TOOL_MAX_VALUES };
 
 typedef struct tool_command {
     const char *name, *summary;
     const char *usage;          /* one line per form, without the program's name */
     const char *operand;        /* what must stand there without an option, as the help calls it; NULL: nothing may */
+    bool has_second_operand;    /* another one may follow */
     const char *details;        /* what the help says below the options; may be NULL */
     const char *more;           /* and below that, where it is more than a string of C may have; may be NULL */
     const tool_option *options; /* up to one without a name */
     /* value[i] is the argument of options[i]; NULL if it was not given; "" for an option that takes none;
-     * value[TOOL_OPERAND] is the operand. */
+     * value[TOOL_OPERAND] is the operand, value[TOOL_SECOND_OPERAND] the second one. */
     int (*run)(const tb__config *config, const char *const *value);
 } tool_command;
 
 extern const tool_command tool_agent, tool_bench, tool_config, tool_demo, tool_doctor, tool_inspect, tool_layout,
-    tool_plan, tool_reshard, tool_status, tool_store, tool_top;
+    tool_plan, tool_reshard, tool_status, tool_store, tool_top, tool_verify;
 
 /* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help);

@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan inspect reshard store config doctor demo bench agent status top; do
+for command in layout plan inspect reshard verify store config doctor demo bench agent status top; do
     printed "^  $command  *[a-z]"
 done
 accepted
@@ -44,6 +44,7 @@ has() {
 has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has inspect json token-file
+has verify hashes spec threads json
 has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json
 has store listen token-file insecure wait
 has config json
