@@ -81,7 +81,7 @@ TB_API tb_status tb_layout_local(const tb_layout *layout, const tb_shape *shape,
 TB_API void tb_local_fini(tb_local *local);
 
 /* The hash of all that the rank holds (see Hashes in tensorbus.h); 0 if it holds nothing. An index that a list has
- * twice counts twice. */
+ * twice counts twice. TB_REFUSED if the layout is Partial. */
 TB_API tb_status tb_hash_part(const tb_layout *layout, const tb_shape *shape, int32_t rank, const tb_binding *part,
                               uint64_t *out);
 

@@ -24,6 +24,7 @@ from ._errors import (
     Superseded,
     Timeout,
 )
+from ._hash import hash_tensor
 from ._layout import Layout, Plan, PlanStats, Route, layout, plan
 from ._memory import Memory, empty
 from ._module import share
@@ -66,6 +67,7 @@ __all__ = [
     "apply_view",
     "copy_service",
     "empty",
+    "hash_tensor",
     "join",
     "join_async",
     "layout",

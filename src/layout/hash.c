@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 #include "base/error.h"
+#include "layout/layout.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -250,6 +251,10 @@ tb_status tb_hash_box(const tb_binding *part, const tb_shape *shape, const int64
 tb_status tb_hash_part(const tb_layout *layout, const tb_shape *shape, int32_t rank, const tb_binding *part,
                        uint64_t *out) {
     tb_local local;
+    for (int d = 0; d < layout->ndim; d++) {
+        if (layout->place[d].kind == TB_PARTIAL)
+            return tb__fail(TB_REFUSED, "mesh dim %d is Partial: contributions have no hash", d);
+    }
     TB_TRY(tb_layout_local(layout, shape, rank, &local));
     tb_status status = TB_OK;
     uint64_t sum = 0;

@@ -252,6 +252,10 @@ static void wrong_boxes(void **state) {
     tb_binding_contiguous(bytes, 0, TB_F4E2M1, &(tb_shape){.ndim = 1, .dim = {3}}, &b);
     assert_int_equal(tb_hash_part(layout, &(tb_shape){.ndim = 1, .dim = {4}}, 1, &b, &hash), TB_OK);
     tb_layout_destroy(layout);
+    assert_int_equal(tb_layout_parse("mesh=2 place=P", &layout), TB_OK);
+    fails(TB_REFUSED, "mesh dim 0 is Partial: contributions have no hash",
+          tb_hash_part(layout, &(tb_shape){.ndim = 1, .dim = {3}}, 1, &b, &hash));
+    tb_layout_destroy(layout);
 }
 
 int main(void) {

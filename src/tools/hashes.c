@@ -105,10 +105,6 @@ static tb_status add_ranked(hash_side *side, hash_tensor *t, const tb_layout *la
     t->parts = tb__arena_alloc(&side->arena, t->nparts, sizeof *t->parts);
     if (!t->parts)
         return TB_NO_MEMORY;
-    for (int d = 0; d < layout->ndim; d++) {
-        if (layout->place[d].kind == TB_PARTIAL)
-            return tb__fail(TB_REFUSED, "tensor '%.100s': the parts of a Partial tensor have no hash", t->name);
-    }
     t->dtype = TB_DTYPE_NONE;
     for (size_t i = 0; i < t->nparts; i++) {
         hash_part *part = &t->parts[i];

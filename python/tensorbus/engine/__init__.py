@@ -9,9 +9,12 @@ from ._sender import Sender
 from ._source import Source, from_checkpoint, from_module, read_headers
 from ._targets import Target, Targets, make_targets
 from ._trace import Checkpoint, Module, Trace, apply, locate, trace
+from ._verify import Difference, Hashes, Verified, compare, hash_boxes, verify
 
 __all__ = [
     "Checkpoint",
+    "Difference",
+    "Hashes",
     "Module",
     "Pause",
     "Piece",
@@ -21,11 +24,15 @@ __all__ = [
     "Target",
     "Targets",
     "Trace",
+    "Verified",
     "apply",
+    "compare",
     "from_checkpoint",
     "from_module",
+    "hash_boxes",
     "locate",
     "make_targets",
     "read_headers",
     "trace",
+    "verify",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .._errors import Refused
 from ._sender import VOTE
 from ._targets import Targets, make_targets
 from ._trace import Trace, locate
+from ._verify import Hashes, Verified, compare, hash_boxes
 
 SHADOWS = ("device", "pinned", "off")
 
@@ -112,6 +114,14 @@ class Receiver:
         self.version = int(self._number[0])
         now = time.perf_counter()
         return Pause(now - decided, now - self._began)
+
+    def hashes(self) -> Hashes:
+        """Of all that this rank has copied from the trainer's tensors, for ``verify``."""
+        return hash_boxes(self._live, self.targets, self._index)
+
+    def compare(self, folder: str | Path) -> Verified:
+        """Whether this rank has what a checkpoint has."""
+        return compare(self._live, self.targets, self._index, folder)
 
     def close(self) -> None:
         """Leaves the trainer."""

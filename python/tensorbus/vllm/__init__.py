@@ -5,7 +5,7 @@
 
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["WorkerExtension", "register"]
 
 _NAMES = {
     "TensorbusTrainerInitInfo",
@@ -24,6 +24,30 @@ def register() -> None:
     ):
         if "tensorbus" not in registry._registry:
             registry.register_engine("tensorbus", "tensorbus.vllm._engine", name)
+
+
+class WorkerExtension:
+    """For ``worker_extension_cls="tensorbus.vllm.WorkerExtension"``: methods that ``collective_rpc`` calls."""
+
+    weight_transfer_engine: Any  # of vLLM's worker
+
+    def tensorbus_hashes(self) -> dict[str, Any]:
+        """The hashes of what this worker has, for ``tensorbus.engine.verify``."""
+        hashes: dict[str, Any] = _engine_of(self).hashes()
+        return hashes
+
+    def tensorbus_compare(self, folder: str) -> list[str]:
+        """Compares what this worker has with a checkpoint: a sentence for each difference."""
+        return [str(difference) for difference in _engine_of(self).compare(folder).differences]
+
+
+def _engine_of(worker: Any) -> Any:
+    from .._errors import Refused
+    from ._engine import TensorbusWeightTransferEngine
+
+    if not isinstance(worker.weight_transfer_engine, TensorbusWeightTransferEngine):
+        raise Refused("this worker has no weight transfer engine 'tensorbus'; set weight_transfer_config")
+    return worker.weight_transfer_engine
 
 
 def __getattr__(name: str) -> Any:

@@ -138,6 +138,14 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         weights = [(name, tensors[name].clone()) for name in self._receiver.whole]
         _reload.load(self.model, self.model_config, weights, self._by_loader)
 
+    def hashes(self) -> tb_engine.Hashes:
+        """Of what this worker has copied from checkpoint tensors, for ``tensorbus.engine.verify``."""
+        return self._receiver.hashes()
+
+    def compare(self, folder: str) -> tb_engine.Verified:
+        """Whether this worker has what a checkpoint has."""
+        return self._receiver.compare(folder)
+
     def shutdown(self) -> None:
         """Leaves the trainer."""
         self._receiver.close()
