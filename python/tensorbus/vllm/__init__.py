@@ -31,7 +31,7 @@ class WorkerExtension:
 
     weight_transfer_engine: Any  # of vLLM's worker
 
-    def tensorbus_hashes(self) -> dict[str, Any]:
+    def tensorbus_weight_hashes(self) -> dict[str, Any]:
         """The hashes of what this worker has, for ``tensorbus.engine.verify``."""
         hashes: dict[str, Any] = _engine_of(self).hashes()
         return hashes
