@@ -1,4 +1,4 @@
-"""The ``tensorbus`` command of the package: executes the program inside of it."""
+"""The ``tensorbus`` command of the package: executes the program inside of it; ``explain`` is Python."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from ._c import find
 
 def main() -> NoReturn:
     """Becomes the program, with this process's arguments."""
+    if sys.argv[1:2] == ["explain"]:
+        from .explain import main as explain
+
+        sys.exit(explain(sys.argv[2:]))
     program = find("tensorbus")
     sys.stdout.flush()
     os.execv(program, ["tensorbus", *sys.argv[1:]])

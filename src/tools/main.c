@@ -20,6 +20,9 @@ static const tool_command *find_command(const char *name) {
 }
 
 static int unknown_command(const char *name) {
+    if (strcmp(name, "explain") == 0)
+        return tool_fail(TOOL_BAD_INPUT, "explain is a command of the Python package, where vLLM is installed: "
+                                         "`python3 -m tensorbus explain --help`");
     tool_guess guess = {.given = name, .length = strlen(name)};
     for (const tool_command *const *c = commands; *c; c++)
         tool_guess_try(&guess, (*c)->name);

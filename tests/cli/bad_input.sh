@@ -11,6 +11,7 @@ refused "there is no command 'plam'.*tensorbus --help" plam
 refused "there is no command 'plam'" help plam
 refused "there is no command 'plam'; did you mean 'plan'?" plam
 refused "there is no command 'insepct'; did you mean 'inspect'?" insepct
+refused 'explain is a command of the Python package' explain --trainer fsdp:4
 refused "there is no command 'reshards'; did you mean 'reshard'?" help reshards
 refused "there is no command 'x'; .tensorbus" x
 refused "there is no command 'converge'; .tensorbus" converge
