@@ -105,7 +105,7 @@ def parse_trainer(text: str) -> Trainer:
     >>> parse_trainer("fsdp:4,tp:2").size
     8
     """
-    if Path(text).is_dir():
+    if text and Path(text).is_dir():
         return Trainer(plain=1, folder=text)
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -158,7 +158,8 @@ def explain(
         shape, dtype = held.get(target.source, (target.shape, None))
         if dtype is None or tuple(shape) != target.shape:
             continue
-        _add_traffic(traffic, egress, trainer, target, dtype, dtypes.get(target.name, str(dtype)))
+        lands = dtypes.get(target.name, str(checkpoint[target.source][1]))
+        _add_traffic(traffic, egress, trainer, target, dtype, lands)
     whole = sum(_nbytes(t.shape, checkpoint[t.source][1]) for t in targets.tensors if t.pieces is None)
     live = [
         {p.param for t in targets.tensors for r, p in (t.pieces or {}).items() if r == e} for e in range(len(traces))

@@ -98,7 +98,8 @@ AVX2_INLINE uint64_t hash_vectors(run r, unsigned nbytes) {
     for (unsigned i = 0; i < 4; i++)
         lanes[i] = r.key + i * r.key_step;
     __m256i key = _mm256_loadu_si256((const __m256i *)lanes);
-    __m256i four = _mm256_set1_epi64x((long long)(4 * r.key_step));
+    uint64_t step = 4 * r.key_step;
+    __m256i four = _mm256_set1_epi64x((int64_t)step);
     __m256i sum = _mm256_setzero_si256(), other = sum;
     for (; r.n >= 8; r.n -= 8, r.at += 8 * (size_t)nbytes) {
         sum = _mm256_add_epi64(sum, mix4(_mm256_add_epi64(key, load4(r.at, nbytes))));

@@ -90,7 +90,15 @@ static void known_values(void **state) {
     assert_int_equal(hash, UINT64_C(0xe220a8397b1dcdaf)); /* the first number of splitmix64 with seed 0 */
 }
 
-/* Every rank's part, in memory of its own with gaps and its dims in any order; replicas each add up to the whole. */
+static bool is_partial(const side *s) {
+    for (int d = 0; d < s->mesh_ndim; d++) {
+        if (s->place[d].kind == TB_PARTIAL)
+            return true;
+    }
+    return false;
+}
+
+/* Every rank's part, in memory of its own with gaps and its dims in any order; compared element by element. */
 static void random_layouts(void **state) {
     (void)state;
     static random_case c;
@@ -104,7 +112,7 @@ static void random_layouts(void **state) {
         tb__hash_force_portable(rng_range(&r, 0, 1));
         tb_layout *layout;
         int64_t total = count(&c.shape);
-        if (total > 20000 || side_layout(&c.dst, &layout) != TB_OK)
+        if (total > 20000 || is_partial(&c.dst) || side_layout(&c.dst, &layout) != TB_OK)
             continue;
         uint8_t *whole = random_array(&r, total, dtype);
         for (int32_t m = 0; m < c.dst.nranks; m++) {

@@ -66,6 +66,13 @@ static tb_status add_model(hash_side *side) {
     return TB_OK;
 }
 
+static int64_t count_elements(const tb_shape *shape) {
+    int64_t n = 1;
+    for (int d = 0; d < shape->ndim; d++)
+        n *= shape->dim[d];
+    return n;
+}
+
 /* Ranks that differ in mesh dims that do not cut the tensor have the same. */
 static int32_t replica_of(const tb_layout *layout, int32_t index, int32_t *nreplicas) {
     int32_t replica = 0, step = 1;
@@ -81,31 +88,39 @@ static int32_t replica_of(const tb_layout *layout, int32_t index, int32_t *nrepl
     return replica;
 }
 
-static tb_status check_part(const hash_side *side, const hash_tensor *t, size_t file, const tb__safetensor *has,
-                            const hash_part *part) {
-    tb_local local;
+static tb_status bind_ranked(const hash_side *side, hash_tensor *t, size_t file, const tb_local *local,
+                             hash_part *part) {
     const char *path = side->files[file]->path;
+    const tb__safetensor *has = tb__safetensors_find(&side->files[file]->header, t->name);
+    if (!has && count_elements(&local->shape) == 0) {
+        part->binding = (tb_binding){.dtype = t->dtype, .shape = local->shape};
+        return TB_OK;
+    }
     if (!has)
         return tb__fail(TB_INVALID, "%s has no tensor '%.100s'", path, t->name);
-    if (has->dtype != t->dtype)
+    if (has->dtype == TB_DTYPE_NONE)
+        return tb__fail(TB_REFUSED, "%s: tensor '%.100s' is of dtype %s; those are not compared by ranks", path,
+                        t->name, tb__safetensor_dtype_name(has));
+    bool is_same = local->shape.ndim == has->shape.ndim;
+    for (int d = 0; is_same && d < has->shape.ndim; d++)
+        is_same = local->shape.dim[d] == has->shape.dim[d];
+    if (!is_same)
+        return tb__fail(TB_INVALID, "%s: tensor '%.100s' has another shape than its layout gives rank %" PRId32, path,
+                        t->name, part->rank);
+    if (part != t->parts && has->dtype != t->dtype)
         return tb__fail(TB_INVALID, "%s: tensor '%.100s' is %s, and %s in other files", path, t->name,
                         tb__safetensor_dtype_name(has), t->dtype_name);
-    TB_TRY(tb_layout_local(part->layout, &t->shape, part->rank, &local));
-    bool is_same = local.shape.ndim == has->shape.ndim;
-    for (int d = 0; is_same && d < has->shape.ndim; d++)
-        is_same = local.shape.dim[d] == has->shape.dim[d];
-    tb_local_fini(&local);
-    return is_same ? TB_OK
-                   : tb__fail(TB_INVALID, "%s: tensor '%.100s' has another shape than its layout gives rank %" PRId32,
-                              path, t->name, part->rank);
+    t->dtype = has->dtype;
+    t->dtype_name = tb__safetensor_dtype_name(has);
+    return bind_part(side, file, has, part);
 }
 
+/* Its dtype is what the first rank's file says; before that, what is expected. */
 static tb_status add_ranked(hash_side *side, hash_tensor *t, const tb_layout *layout) {
     t->nparts = (size_t)tb_layout_nranks(layout);
     t->parts = tb__arena_alloc(&side->arena, t->nparts, sizeof *t->parts);
     if (!t->parts)
         return TB_NO_MEMORY;
-    t->dtype = TB_DTYPE_NONE;
     for (size_t i = 0; i < t->nparts; i++) {
         hash_part *part = &t->parts[i];
         *part = (hash_part){.rank = tb_layout_rank_at(layout, (int32_t)i), .layout = layout};
@@ -116,16 +131,11 @@ static tb_status add_ranked(hash_side *side, hash_tensor *t, const tb_layout *la
         if (file == side->nfiles)
             return tb__fail(TB_INVALID, "%s has no file of rank %" PRId32 ", which has a part of tensor '%.100s'",
                             side->path, part->rank, t->name);
-        const tb__safetensor *has = tb__safetensors_find(&side->files[file]->header, t->name);
-        if (has && t->dtype == TB_DTYPE_NONE) {
-            t->dtype = has->dtype;
-            t->dtype_name = tb__safetensor_dtype_name(has);
-        }
-        if (has && has->dtype == TB_DTYPE_NONE)
-            return tb__fail(TB_REFUSED, "tensor '%.100s' of dtype %s is in files of ranks; these are not compared",
-                            t->name, tb__safetensor_dtype_name(has));
-        TB_TRY(check_part(side, t, file, has, part));
-        TB_TRY(bind_part(side, file, has, part));
+        tb_local local;
+        TB_TRY(tb_layout_local(layout, &t->shape, part->rank, &local));
+        tb_status status = bind_ranked(side, t, file, &local, part);
+        tb_local_fini(&local);
+        TB_TRY(status);
     }
     return TB_OK;
 }
@@ -142,7 +152,8 @@ static tb_status add_sources(hash_side *side, const tb__spec *spec) {
         if (from->src_quant.format.kind)
             return tb__fail(TB_REFUSED, "tensor '%.100s' is quantised by the spec; its bits are not compared",
                             from->name);
-        *t = (hash_tensor){.name = from->name, .shape = from->shape, .shown = from->shape};
+        *t = (hash_tensor){.name = from->name, .shape = from->shape, .shown = from->shape, .dtype = from->src_dtype};
+        t->dtype_name = tb_dtype_name(t->dtype);
         TB_TRY(add_ranked(side, t, from->src));
     }
     return TB_OK;
@@ -164,7 +175,8 @@ static tb_status add_targets(hash_side *side, const tb__spec *spec, const hash_s
             return tb__fail(TB_REFUSED, "tensor '%.100s' is quantised by the spec; its bits are not compared",
                             from->name);
         hash_tensor *t = &side->tensors[side->count++];
-        *t = (hash_tensor){.name = from->name, .shape = from->shape, .shown = from->shape};
+        *t = (hash_tensor){.name = from->name, .shape = from->shape, .shown = from->shape, .dtype = from->dtype};
+        t->dtype_name = from->dtype_name;
         TB_TRY(add_ranked(side, t, rule->dst));
     }
     return TB_OK;
@@ -198,7 +210,7 @@ tb_status hash_side_open(hash_side *side, const char *path, const tb__spec *spec
     if (status == TB_OK)
         status = map_files(side);
     if (status == TB_OK)
-        status = !has_ranks ? add_model(side) : first ? add_targets(side, spec, first) : add_sources(side, spec);
+        status = side->model ? add_model(side) : first ? add_targets(side, spec, first) : add_sources(side, spec);
     if (status != TB_OK)
         hash_side_close(side);
     return status;
@@ -253,13 +265,6 @@ typedef struct hash_work {
     tb_status status; /* of the first failure, and its sentence */
     tb__saved_detail detail;
 } hash_work;
-
-static int64_t count_elements(const tb_shape *shape) {
-    int64_t n = 1;
-    for (int d = 0; d < shape->ndim; d++)
-        n *= shape->dim[d];
-    return n;
-}
 
 /* A model's tensors lie row-major: a tile of one is a box of one dim. */
 static tb_status hash_tile(hash_unit *unit) {

@@ -57,6 +57,12 @@ cp "$out" "$tmp/hashes"
 accepted verify "$tmp/split" --spec "$tmp/ranks.json" --hashes "$tmp/hashes" --json
 is_exactly '{"equal":4,"different":[]}'
 
+# ranks that have nothing of a tensor
+echo '{"dst_mesh": [4], "rules": [{"match": "*", "dst": "S0"}]}' >"$tmp/even.json"
+accepted reshard --spec "$tmp/even.json" --in "$model" --out "$tmp/even"
+accepted verify "$model" "$tmp/even" --spec "$tmp/even.json"
+is_exactly 'equal: 4 tensors'
+
 # one element of one rank: in a part that is cut, in a replica
 poke "$tmp/split/rank_3.safetensors" "$(data "$tmp/split/rank_3.safetensors" layers.1.weight)"
 differs verify "$model" "$tmp/split" --spec "$tmp/split.json"
