@@ -384,7 +384,10 @@ def _explain_vllm(trainer: Trainer, folder: Path, size: int, bandwidth: float | 
     held = None
     if trainer.folder is not None:
         held = read_headers(Path(trainer.folder))
-    traces, params, quantised = _offline.trace(folder, size)
+    try:
+        traces, params, quantised = _offline.trace(folder, size)
+    except Exception as error:
+        raise Refused(f"vLLM can't make the model of {folder}: {type(error).__name__}: {error}") from error
     return explain(
         trainer,
         traces,

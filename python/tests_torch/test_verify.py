@@ -84,6 +84,21 @@ def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.start, one.size, one.why) == ((5, 3), (1, 1), "1 of 32 elements")
 
 
+def test_views() -> None:
+    """A trainer that keeps experts packed: each is a view of that."""
+    checkpoint = _fitting(1)
+    made: dict[str, tuple[Any, str | None]] = {name: (t, None) for name, t in checkpoint.items()}
+    packed = torch.stack([checkpoint[f"layers.1.experts.{e}.w1"] for e in range(CONFIG.experts)])
+    for e in range(CONFIG.experts):
+        made[f"layers.1.experts.{e}.w1"] = (packed, f"slice(0,{e},1) merge(0,1)")
+    targets, params = _engines(2)
+    hashes = [engine.hash_boxes(params[rank], targets, rank) for rank in range(2)]
+    assert engine.verify(hashes, engine.Source(made)).differences == []
+    packed[2, 1, 3] += 1
+    (one,) = engine.verify(hashes, engine.Source(made)).differences
+    assert (one.name, one.rank) == ("layers.1.experts.2.w1", 0)
+
+
 def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
     checkpoint = _fitting(1)
     del checkpoint["layers.0.up.weight"]

@@ -28,14 +28,15 @@ def trace(folder: Path, size: int) -> tuple[list[engine.Trace], list[dict[str, t
             with set_current_vllm_config(VllmConfig()):
                 init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
                 initialize_model_parallel()
-        config = EngineArgs(
-            str(folder),
-            skip_tokenizer_init=True,
-            tensor_parallel_size=size,
-            distributed_executor_backend="mp" if size > 1 else None,
-        ).create_engine_config()
         traces, params, methods = [], [], dict[str, str]()
         for rank in range(size):
+            # anew: a configuration knows the layers of the models that were made with it
+            config = EngineArgs(
+                str(folder),
+                skip_tokenizer_init=True,
+                tensor_parallel_size=size,
+                distributed_executor_backend="mp" if size > 1 else None,
+            ).create_engine_config()
             with (
                 _rank_of(rank, size),
                 set_current_vllm_config(config),
