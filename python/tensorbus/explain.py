@@ -318,7 +318,7 @@ def to_text(e: Explanation) -> str:
     lines += [
         "",
         f"staging        at most {_size(e.staging)} a rank, where memory is not read in place",
-        f"time           {e.seconds:.3f} s at {e.bandwidth / 1e9:.1f} GB/s a rank ({how}), by the busiest rank",
+        f"time           {e.seconds:.3g} s at {e.bandwidth / 1e9:.1f} GB/s a rank ({how}), by the busiest rank",
         "What vLLM does with modules after loading was not tried: the engine does, when it starts, and logs it.",
     ]
     return "\n".join(lines) + "\n"
