@@ -56,12 +56,13 @@ def train(seat: jobs.Seat) -> list[str]:
         sender.send()
     if seat.args["dies"]:
         _fill(source, 3)
-        with sender._data.send(timeout=60.0, wait="committed"):  # the engine has all of it, and votes
+        link = sender._links["engine"]
+        with link.data.send(timeout=60.0, wait="committed"):  # the engine has all of it, and votes
             if seat.index == 1:
                 Path(seat.url.removeprefix("unix:")).parent.joinpath(f"{seat.group}.1.json").write_text("[]")
                 os._exit(0)
         with pytest.raises((tb.PeerLost, tb.Cancelled)) as lost:
-            sender._vote.send(timeout=60.0, wait="committed")
+            link.vote.send(timeout=60.0, wait="committed")
         return [str(lost.value)]
     sender.close()
     return []

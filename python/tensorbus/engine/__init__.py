@@ -5,7 +5,7 @@
 
 from ._receiver import Pause, Receiver
 from ._record import Piece
-from ._sender import Sender
+from ._sender import Sender, pass_on
 from ._source import Source, from_checkpoint, from_module, read_headers
 from ._targets import Target, Targets, make_targets
 from ._trace import Checkpoint, Module, Trace, apply, locate, trace
@@ -32,6 +32,7 @@ __all__ = [
     "hash_boxes",
     "locate",
     "make_targets",
+    "pass_on",
     "read_headers",
     "trace",
     "verify",

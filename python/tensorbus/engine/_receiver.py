@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._batch import Batch
 from .._bus import Bus, join
 from .._errors import Refused
+from .._pair import Pair
 from ._sender import VOTE
 from ._targets import Targets, make_targets
 from ._trace import Trace, locate
@@ -32,20 +35,28 @@ class Receiver:
     """Receives versions into a model that was traced on all ranks of the engine.
 
     With ``shadow`` "device" or "pinned", what arrives lies in other memory, as large as the parameters, which is there
-    from now on; ``commit`` copies it. With "off", ``commit`` receives into the parameters themselves.
+    from now on; ``commit`` copies it. With "off", ``commit`` receives into the parameters themselves. ``is_unmapped``
+    says that the memory that is received into may be unmapped between updates, and mapped again at the same addresses,
+    with other contents or none: each update registers it then, and nobody uses it after the update.
     """
 
-    def __init__(self, model: Any, traces: Sequence[Trace], index: int, shadow: str) -> None:
+    def __init__(
+        self, model: Any, traces: Sequence[Trace], index: int, shadow: str, *, is_unmapped: bool = False
+    ) -> None:
         if shadow not in SHADOWS:
             raise Refused(f"shadow is {shadow!r}; there are {', '.join(map(repr, SHADOWS))}")
         self.targets: Targets = make_targets(traces)
         self._index, self._size, self._shadow = index, len(traces), shadow
         self._bus: Bus | None = None
+        self._pair: Pair
+        self._data: Batch
+        self._vote: Batch
+        self._is_unmapped, self._is_whole = is_unmapped, False
         self.version = 0
         self._began = 0.0
         params = {name: p.data for name, p in model.named_parameters()} | dict(model.named_buffers())
-        used = {t.pieces[index].param for t in self.targets.tensors if t.pieces is not None and index in t.pieces}
-        self._live = {name: params[name] for name in sorted(used)}
+        pieces = [t.pieces[index] for t in self.targets.tensors if t.pieces is not None and index in t.pieces]
+        self._live = {name: params[name] for name in sorted({piece.param for piece in pieces})}
         self._landing = {name: _shadow(live, shadow) for name, live in self._live.items()}
         device = next((p.device for p in self._live.values()), torch.device("cpu"))
         self.whole = {  # for the engine's own loader
@@ -53,6 +64,15 @@ class Receiver:
             for t in self.targets.tensors
             if t.pieces is None
         }
+        # Constants, which no version brings, have to be kept where memory loses its contents.
+        direct = {name for name in traces[index].modules if name not in self.targets.reasons}
+        constants = {n: p.numel() for n, p in params.items() if n.rpartition(".")[0] in direct}
+        for piece in pieces:
+            constants[piece.param] -= math.prod(piece.size)
+        is_lost = is_unmapped and shadow == "off"
+        self._kept = [
+            (params[n], params[n].to("cpu", copy=True)) for n, count in constants.items() if count and is_lost
+        ]
 
     @property
     def shadow_nbytes(self) -> int:
@@ -60,38 +80,75 @@ class Receiver:
         landing = () if self._shadow == "off" else self._landing.values()
         return sum(t.numel() * t.element_size() for t in [*landing, *self.whole.values()])
 
-    def join(self, url: str, group: str, engine: str, token: str | None, timeout: float) -> None:
-        """Meets a trainer, and registers: names and shapes agree then, in both directions."""
-        self.close()
+    def join(
+        self,
+        url: str,
+        group: str,
+        engine: str,
+        token: str | None,
+        timeout: float,
+        *,
+        is_in_update: bool = False,
+        is_same_kind: bool = False,
+    ) -> None:
+        """Meets a trainer, and registers: names and shapes agree then, in both directions.
+
+        ``is_in_update``: a version follows at once. ``is_same_kind``: the other side is an engine that has been traced
+        alike, and calls the pieces as this one does.
+        """
         self._timeout = timeout
-        self._bus = join(url, engine, self._index, self._size, token=token, timeout=timeout)
+        if is_in_update and self._bus is not None:
+            for open_ in self._data, self._vote, self._pair:
+                open_.close()
+        else:
+            self.close()
+            self._bus = join(url, engine, self._index, self._size, token=token, timeout=timeout)
         try:
-            pair = self._bus.pair("weights", group, timeout=timeout, wait=False)
-            self._data = self._bus.batch("weights", ties=self.targets.ties, ignored=self.targets.unused)
-            for target in self.targets.tensors:
-                if target.pieces is None:
-                    part = self.whole[target.source]
-                elif self._index in target.pieces:
-                    piece = target.pieces[self._index]
-                    part = locate(piece, self._landing[piece.param])
-                else:
-                    continue
-                self._data.add(pair, target.name, part, shape=target.shape, layout=target.layout)
-            self._data.add_pair(pair)
-            self._vote = self._bus.batch("vote", commit="shadow")
+            pair = self._pair = self._bus.pair(f"weights {engine}", group, timeout=timeout, wait=False)
+            ties = {} if is_same_kind else self.targets.ties
+            ignored = () if is_same_kind else self.targets.unused
+            self._data = self._bus.batch(f"weights {engine}", ties=ties, ignored=ignored)
+            self._vote = self._bus.batch(f"vote {engine}", commit="shadow")
             self._number = torch.zeros(1, dtype=torch.int64)
-            self._vote.add(pair, VOTE, self._number, layout=f"mesh={self._size} place=R")
+            self._add(self._data, self._vote, pair, self._landing, self._number)
             for batch in self._data, self._vote:
                 batch.register(timeout=timeout)
+            if self._is_unmapped and not is_in_update:
+                self._unregister()
         except BaseException:
             self.close()
             raise
+
+    def _add(self, data: Batch, vote: Batch, pair: Pair, params: dict[str, Any], number: Any) -> None:
+        """Adds this rank's tensors, of which ``params`` has the memory."""
+        data.add_pair(pair)
+        for target in self.targets.tensors:
+            if target.pieces is None:
+                part = self.whole[target.source]
+            elif self._index in target.pieces:
+                piece = target.pieces[self._index]
+                part = locate(piece, params[piece.param])
+            else:
+                continue
+            data.add(pair, target.name, part, shape=target.shape, layout=target.layout)
+        vote.add(pair, VOTE, number, layout=f"mesh={self._size} place=R")
+
+    def _unregister(self) -> None:
+        """Nobody uses the memory when this returns. The next transfer fails, which says that it is to be registered."""
+        assert self._bus is not None
+        for tensor in self._registered():
+            self._bus.invalidate(tensor)
+
+    def _registered(self) -> Iterator[Any]:
+        yield from (tensor for tensor in self._landing.values() if tensor.numel() > 0)
+        yield from (tensor for tensor in self.whole.values() if tensor.numel() > 0)
 
     def receive(self) -> None:
         """Receives a version beside the parameters."""
         self._began = time.perf_counter()
         if self._bus is None:
             raise Refused("no trainer has called init_weight_transfer_engine")
+        self._is_whole = False
         if self._shadow != "off":
             self._data.recv(timeout=self._timeout)
 
@@ -100,8 +157,12 @@ class Receiver:
 
         If it fails before that is decided, the parameters stay as they are, except with shadow="off".
         """
+        if self._bus is None:
+            raise Refused("no trainer has called init_weight_transfer_engine")
         began = time.perf_counter()
         if self._shadow == "off":
+            for live, kept in self._kept:
+                live.copy_(kept)
             self._data.recv(timeout=self._timeout)
         self._vote.recv(timeout=self._timeout)
         decided = time.perf_counter() if self._shadow != "off" else began
@@ -111,8 +172,10 @@ class Receiver:
                     live.copy_(self._landing[name], non_blocking=True)
             if any(live.device.type != "cpu" for live in self._live.values()):
                 torch.accelerator.synchronize()  # the next version may come at once
-        self.version = int(self._number[0])
+        self.version, self._is_whole = int(self._number[0]), True
         now = time.perf_counter()
+        if self._is_unmapped:
+            self._unregister()
         return Pause(now - decided, now - self._began)
 
     def hashes(self) -> Hashes:
@@ -122,6 +185,21 @@ class Receiver:
     def compare(self, folder: str | Path) -> Verified:
         """Whether this rank has what a checkpoint has."""
         return compare(self._live, self.targets, self._index, folder)
+
+    def give(self, url: str, group: str, engine: str, token: str | None, timeout: float) -> None:
+        """Sends the version that this engine has to one of the same kind, as group ``group``, in a trainer's place."""
+        if self.version == 0:
+            raise Refused("this engine has received no version that it could give")
+        if not self._is_whole and (self.whole or self._shadow == "off"):
+            raise Refused(f"this engine has parts of a version after {self.version}, since its last update has failed")
+        with join(url, group, self._index, self._size, token=token, timeout=timeout) as bus:
+            pair = bus.pair(f"weights {engine}", engine, timeout=timeout, wait=False)
+            data, vote = bus.batch(f"weights {engine}"), bus.batch(f"vote {engine}")
+            self._add(data, vote, pair, self._live, torch.tensor([self.version]))
+            for batch in data, vote:
+                batch.register(timeout=timeout)
+            for batch in data, vote:
+                batch.send(timeout=timeout, wait="committed", whole_group=True)
 
     def close(self) -> None:
         """Leaves the trainer."""

@@ -1,15 +1,16 @@
-"""The trainer's side: sends versions to one engine, whose calls (start, update, finish) rank 0 makes meanwhile."""
+"""The trainer's side: sends versions to engines, whose calls (start, update, finish) rank 0 makes meanwhile."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .._bus import join
-from .._errors import Cancelled, Error, Timeout
+from .._errors import Cancelled, Error, Invalid, Timeout
 from .._transfer import Transfer
 from ._source import Source
 
@@ -17,7 +18,7 @@ VOTE = "version"  # the name of the tensor whose arrival is the engine's decisio
 
 
 class _Control:
-    """Calls of the engine, one after the other, in a thread; on ranks that make none, nothing."""
+    """Calls of an engine, one after the other, in a thread; on ranks that make none, nothing."""
 
     def __init__(self, *calls: Callable[[], Any]) -> None:
         self.error: BaseException | None = None
@@ -33,90 +34,95 @@ class _Control:
         except BaseException as error:
             self.error = error
 
-    def join(self, timeout: float) -> None:
-        """Waits for the last call, and raises what one of them has raised."""
+    @property
+    def is_running(self) -> bool:
+        """Whether a call is under way."""
+        return self._thread.is_alive()
+
+    def join(self, timeout: float, is_last: bool = True) -> None:
+        """Waits for the last call; raises what one of them has raised, and, if ``is_last``, that it has not ended."""
         if self._calls:
             self._thread.join(timeout)
         if self.error is not None:
             raise self.error
-        if self._thread.is_alive():
+        if is_last and self.is_running:
             raise Timeout(f"the engine has not answered after {timeout:.0f} s")
 
     def wait(self, transfer: Transfer) -> None:
-        """Waits until the transfer is committed; if a call fails before, the transfer is cancelled."""
+        """Waits until the transfer is committed; if a call fails before, the transfer is cancelled.
+
+        What the transfer itself fails with says more than the call, and all ranks know it: it has a second to come.
+        """
         while True:
+            failure = self.error
             try:
-                transfer.wait("committed", timeout=0.1)
+                transfer.wait("committed", timeout=0.1 if failure is None else 1.0)
                 return
             except Timeout:
                 if transfer.state().status != "ok":
                     raise
+                if failure is not None:
+                    transfer.close()
+                    raise failure from None
             except Cancelled as cancelled:
                 raise cancelled from self.error
-            if self.error is not None:
-                transfer.close()
-                raise self.error
+            except Error as error:
+                raise error from failure
 
 
-class Sender:
-    """Sends a source to an engine. Every rank of the trainer makes one, and calls ``send``; rank 0 has a client."""
+class _Link:
+    """One engine: the pair with it, two batches, and its client on rank 0."""
 
-    def __init__(
-        self,
-        url: str,
-        rank: int,
-        size: int,
-        source: Source,
-        client: Any = None,
-        *,
-        group: str = "trainer",
-        engine: str = "engine",
-        token: str | None = None,
-        timeout: float = 120.0,
-    ) -> None:
-        self._client: Any = client
-        self._calls, self._timeout = rank == 0, timeout
-        self.version = 0
-        info = {"url": url, "group": group, "engine": engine, "token": token, "timeout": timeout}
-        control = self._control(lambda: self._client.init_weight_transfer_engine(info))
-        self._bus = join(url, group, rank, size, token=token, timeout=timeout)
+    def __init__(self, sender: Sender, engine: str, client: Any) -> None:
+        self._sender, self._engine, self._client = sender, engine, client
+        self._open: list[Any] = []  # what close() closes
+        self._control = _Control()
+        self.register()
+
+    def _call(self, *calls: Callable[[], Any]) -> _Control:
+        return _Control(*calls) if self._sender.rank == 0 else _Control()
+
+    def register(self, is_in_update: bool = False) -> None:
+        """Meets the engine. Names and shapes agree then, in both directions."""
+        self.close()
+        sender, bus = self._sender, self._sender.bus
+        info = sender.info | {"engine": self._engine, "is_in_update": is_in_update}
+        control = self._call(lambda: self._client.init_weight_transfer_engine(info))
         try:
-            pair = self._bus.pair("weights", engine, timeout=timeout, wait=False)
-            self._data = self._bus.batch("weights", ties=source.ties)
-            source.add_to(self._data, pair)
-            self._vote = self._bus.batch("vote")
-            self._number = torch.zeros(1, dtype=torch.int64)
-            self._vote.add(pair, VOTE, self._number, layout=f"mesh={size} place=R")
-            self._register(control)
-        except BaseException:
-            self._bus.close()
-            raise
-        control.join(timeout)
-
-    def _control(self, *calls: Callable[[], Any]) -> _Control:
-        return _Control(*calls) if self._calls else _Control()
-
-    def _register(self, control: _Control) -> None:
-        try:
-            for batch in self._data, self._vote:
-                batch.register(timeout=self._timeout)
+            pair = bus.pair(f"weights {self._engine}", self._engine, timeout=sender.timeout, wait=False)
+            self._open.append(pair)
+            self.data = bus.batch(f"weights {self._engine}", ties=sender.source.ties)
+            self._open.append(self.data)
+            sender.source.add_to(self.data, pair)
+            self.vote = bus.batch(f"vote {self._engine}")
+            self._open.append(self.vote)
+            self.vote.add(pair, VOTE, sender.number, layout=f"mesh={sender.size} place=R")
+            for batch in self.data, self.vote:
+                batch.register(timeout=sender.timeout)
         except Error as error:
+            self.close()
             raise error from control.error
+        except BaseException:
+            self.close()
+            raise
+        control.join(sender.timeout)
 
-    def send(self, weight_version: str | None = None) -> None:
-        """Sends a version; on return the engine has decided to take it, and has it. All ranks call it."""
-        number = self.version + 1
-        self._number[0] = number
-        control = self._control(
+    def begin(self, version: int, weight_version: str | None) -> Transfer:
+        """Begins to send, after the work that is on this thread's stream."""
+        self._control = self._call(
             self._start,
-            lambda: self._client.update_weights({"version": number}),
+            lambda: self._client.update_weights({"version": version}),
             lambda: self._client.finish_weight_update(*([weight_version] if weight_version is not None else [])),
         )
-        for batch in self._data, self._vote:
-            with batch.send(timeout=self._timeout, wait=None, whole_group=True) as transfer:
-                control.wait(transfer)
-        control.join(self._timeout)
-        self.version = number
+        return self.data.send(timeout=self._sender.timeout, wait=None, whole_group=True)
+
+    def end(self, transfer: Transfer) -> None:
+        """Waits until the engine has the version."""
+        with transfer:
+            self._control.wait(transfer)
+        with self.vote.send(timeout=self._sender.timeout, wait=None, whole_group=True) as vote:
+            self._control.wait(vote)
+        self._control.join(self._sender.timeout)
 
     def _start(self) -> None:
         """Begins an update. One that failed in its finish is still open for vLLM; a call that fails ends it."""
@@ -131,5 +137,145 @@ class Sender:
                 raise
 
     def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+
+class Sender:
+    """Sends a source to engines. Every rank of the trainer makes one, and makes the same calls; rank 0 has the clients.
+
+    Engines are independent: each decides by itself whether it takes a version, and one that fails, or dies, does not
+    keep the others from it. ``engine=None`` begins without one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        rank: int,
+        size: int,
+        source: Source,
+        client: Any = None,
+        *,
+        group: str = "trainer",
+        engine: str | None = "engine",
+        token: str | None = None,
+        timeout: float = 120.0,
+    ) -> None:
+        self.rank, self.size, self.source, self.timeout = rank, size, source, timeout
+        self.version = 0  # the last that was sent
+        self.failed: dict[str, BaseException] = {}  # by engine, in the last send
+        self.number = torch.zeros(1, dtype=torch.int64)
+        self.info = {"url": url, "group": group, "token": token, "timeout": timeout}
+        self._links: dict[str, _Link] = {}
+        self.bus = join(url, group, rank, size, token=token, timeout=timeout)
+        try:
+            if engine is not None:
+                self.add(engine, client)
+        except BaseException:
+            self.bus.close()
+            raise
+
+    @property
+    def engines(self) -> list[str]:
+        """Their names."""
+        return list(self._links)
+
+    def add(self, engine: str, client: Any = None) -> None:
+        """Meets an engine that joins, also late, or one that was started again under its old name.
+
+        It has the weights that it has loaded until the next ``send``, or until a ``send`` to it alone.
+        """
+        self.remove(engine)
+        self._links[engine] = _Link(self, engine, client)
+
+    def remove(self, engine: str) -> None:
+        """Sends nothing to this engine any more."""
+        if (link := self._links.pop(engine, None)) is not None:
+            link.close()
+
+    def send(self, weight_version: str | None = None, *, engine: str | None = None) -> None:
+        """Sends a version to all engines; on return they have decided to take it, and have it.
+
+        If some fail, the others get the version nevertheless; then the first failure is raised, and ``failed`` has all
+        of them. With ``engine``, only this one gets the source as it is, as the version that the others have.
+        """
+        self.source.refresh()
+        if engine is None:
+            self.version += 1
+        elif engine not in self._links:
+            raise Invalid(f"there is no engine '{engine}'; there are {', '.join(self._links) or 'none'}")
+        self.version = max(self.version, 1)
+        self.number[0] = self.version
+        self.failed = {}
+        self._send(list(self._links) if engine is None else [engine], weight_version)
+        again = [name for name, error in self.failed.items() if _has_unmapped(error)]
+        for name in again:
+            del self.failed[name]
+            try:
+                self._links[name].register(is_in_update=True)
+            except Exception as error:
+                self.failed[name] = error
+        self._send([name for name in again if name not in self.failed], weight_version)
+        for failure in self.failed.values():
+            raise failure
+
+    def _send(self, engines: Iterable[str], weight_version: str | None) -> None:
+        begun = {}
+        for name in engines:
+            try:
+                begun[name] = self._links[name].begin(self.version, weight_version)
+            except Exception as error:
+                self.failed[name] = error
+
+        def end(name: str) -> None:
+            try:
+                self._links[name].end(begun[name])
+            except Exception as error:
+                self.failed[name] = error
+
+        threads = [threading.Thread(target=end, args=(name,), daemon=True) for name in list(begun)[1:]]
+        for thread in threads:
+            thread.start()
+        if begun:
+            end(next(iter(begun)))
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
         """Leaves the bus."""
-        self._bus.close()
+        self.bus.close()
+        self._links = {}
+
+
+def _has_unmapped(error: BaseException) -> bool:
+    """Whether an engine has taken its memory back after the last version; it is to be registered again."""
+    return isinstance(error, Invalid) and " was invalidated; " in str(error)
+
+
+def pass_on(
+    giver: Any, newcomer: Any, url: str, *, engine: str = "engine", token: str | None = None, timeout: float = 120.0
+) -> None:
+    """An engine that has a version from a trainer gives it to one of the same kind, which has joined late.
+
+    ``giver`` and ``newcomer`` are clients of the two; no trainer takes part. They meet at ``url``.
+    """
+    info = {"url": url, "token": token, "timeout": timeout, "engine": engine, "group": "giver"}
+    controls = (
+        _Control(
+            giver.start_weight_update,
+            lambda: giver.update_weights({"version": 0, "give": info}),
+            giver.finish_weight_update,
+        ),
+        _Control(
+            lambda: newcomer.init_weight_transfer_engine(info | {"is_same_kind": True}),
+            newcomer.start_weight_update,
+            lambda: newcomer.update_weights({"version": 1}),
+            newcomer.finish_weight_update,
+        ),
+    )
+    until = time.monotonic() + 4 * timeout  # joining, registering, and two batches have one each
+    while any(control.is_running for control in controls) and time.monotonic() < until:
+        for control in controls:
+            control.join(0.01, is_last=False)
+    for control in controls:
+        control.join(0.0)

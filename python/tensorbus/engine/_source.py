@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from .._batch import Batch
 from .._dtensor import RankMap
 from .._errors import Invalid
-from .._module import Watch
+from .._module import Watch, copy_moved
 from .._pair import Pair
 from .._tensors import read
 
@@ -66,6 +66,15 @@ class Source:
     tensors: dict[str, tuple[Any, str | None]] = field(default_factory=dict)  # and a view; by the checkpoint's name
     ties: dict[str, str] = field(default_factory=dict)
     keep: list[Any] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)  # modules that the tensors are parameters of
+    copies: list[Callable[[], None]] = field(default_factory=list)  # what is done before each version
+
+    def refresh(self) -> None:
+        """Looks at parameters again, which may have moved; one that can't be sent as it was added is refused."""
+        for watch in self.watches:
+            copy_moved(watch.look(), True, None)
+        for copy in self.copies:
+            copy()
 
     def add_to(self, batch: Batch, pair: Pair) -> None:
         """Adds its tensors; those that bring no layout are the same on all ranks."""
@@ -108,7 +117,7 @@ def from_module(module: Any, *, mesh: Any = None, ranks: RankMap | None = None, 
     kind = getattr(getattr(module, "config", None), "model_type", "")
     gate, up, down = _EXPERTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
     old, new = _RENAMED.get(kind, ("", ""))
-    made = Source(keep=[watch])
+    made = Source(watches=[watch])
     made.ties = dict(watch.ties)
     for plain, view in watch.views.items():
         name = plain.replace(old, new, 1) if old else plain

@@ -36,13 +36,16 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM has no type
     engine: str = "engine"
     token: str | None = None
     timeout: float = 120.0
+    is_in_update: bool = False
+    is_same_kind: bool = False
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """An update; version 0 gives up one that is open."""
+    """An update; version 0 gives up one that is open. With ``give``, the engine sends its version to another one."""
 
     version: int
+    give: dict[str, Any] | None = None
 
 
 class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -58,7 +61,8 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         shadow = options.pop("shadow", "device")
         if options:
             raise Invalid(f"additional_config['tensorbus'] has {', '.join(sorted(options))}; there is shadow")
-        self._refuse(shadow)
+        self._refuse()
+        self._is_giving = False
         headers = tb_engine.read_headers(Path(self.model_config.model))
         if not headers:
             raise Refused(
@@ -70,24 +74,23 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loaded = self._loaded()
         with set_current_vllm_config(vllm_config):
             mine = tb_engine.trace(model, headers, restored=_reload.restored, process=_reload.process, loaded=loaded)
-            self._receiver = Receiver(model, self._gather(mine), get_world_group().rank_in_group, shadow)
+            # Sleep mode unmaps the memory of the parameters, and not what is allocated from here on.
+            is_unmapped = shadow == "off" and bool(getattr(self.model_config, "enable_sleep_mode", False))
+            rank = get_world_group().rank_in_group
+            self._receiver = Receiver(model, self._gather(mine), rank, shadow, is_unmapped=is_unmapped)
             self._by_loader = [name for name in self._receiver.targets.reasons if name in mine.modules]
             if loaded is not None:  # now, and not when a version is decided
                 self._load(loaded)
         logger.info("tensorbus: %s", mine.report())
         logger.info("tensorbus: %d bytes of memory for what arrives (shadow=%s)", self._receiver.shadow_nbytes, shadow)
 
-    def _refuse(self, shadow: str) -> None:
+    def _refuse(self) -> None:
         """What has no test is refused, by name."""
         parallel = self.parallel_config
         for is_used, what in (
             (getattr(parallel, "enable_eplb", False), "expert load balancing (enable_eplb) moves experts"),
             (self.vllm_config.lora_config is not None, "LoRA (enable_lora) wraps modules"),
             (parallel.data_parallel_size > 1, "data parallelism has not been tried"),
-            (
-                shadow == "off" and getattr(self.model_config, "enable_sleep_mode", False),
-                "shadow='off' registers memory that sleep mode unmaps",
-            ),
         ):
             if is_used:
                 raise Refused(f"tensorbus does not update this engine: {what}")
@@ -109,28 +112,37 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Meets the trainer. Names and shapes that do not agree are named, before a byte moves."""
-        self._receiver.join(init_info.url, init_info.group, init_info.engine, init_info.token, init_info.timeout)
+        self._receiver.join(**vars(init_info))
 
     def start_weight_update(self) -> None:
         """Nothing changes before ``finish_weight_update``."""
+        self._is_giving = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives a version beside the parameters."""
+        if update_info.give is not None:
+            self._receiver.give(**update_info.give)
+            self._is_giving = True
+            return
         if update_info.version == 0:
             raise Refused("the update is given up")
         self._receiver.receive()
 
     def finish_weight_update(self) -> None:
         """Votes: when all workers have, the parameters change. If it raises, keep the engine paused."""
+        if self._is_giving:
+            return
         done = self._receiver.commit()
         began = time.perf_counter()
         self._load(self._receiver.whole)
         loading = time.perf_counter() - began
         logger.info(
-            "tensorbus: version %d, paused for %.1f ms of %.1f ms",
+            "tensorbus: version %d, paused for %.1f ms of %.1f ms (%.1f ms to copy, %.1f ms in vLLM's loader)",
             self._receiver.version,
             (done.pause + loading) * 1e3,
             (done.total + loading) * 1e3,
+            done.pause * 1e3,
+            loading * 1e3,
         )
 
     def _load(self, tensors: Mapping[str, Any]) -> None:
@@ -205,9 +217,20 @@ class TensorbusTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type
         )
         return cls(client=client, source=source, is_sender=init_info.is_sender, sender=sender)
 
-    def send_weights(self) -> None:
-        """Sends a version, and makes the engine's calls meanwhile."""
-        self.sender.send()
+    def send_weights(self, engine: str | None = None) -> None:
+        """Sends a version to all engines, and makes their calls meanwhile; or what they have to one that joined late.
+
+        One that fails does not keep the others from it; ``sender.failed`` has the failures. The first is raised.
+        """
+        self.sender.send(engine=engine)
+
+    def add_engine(self, engine: str, client: Any = None) -> None:
+        """Meets one more engine, or one that was started again, on every rank of the trainer; rank 0 has its client."""
+        self.sender.add(engine, client)
+
+    def remove_engine(self, engine: str) -> None:
+        """Sends nothing to this engine any more."""
+        self.sender.remove(engine)
 
     def shutdown(self) -> None:
         """Leaves the engine."""

@@ -1,0 +1,166 @@
+"""Engines that come late, die, and come back; memory that is unmapped between updates; what can't be sent any more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import engine_model as em
+import pytest
+import stand_in
+import torch
+from test_engine import hashes
+
+import tensorbus as tb
+from tensorbus import engine
+
+CONFIG = em.Config(layers=1)
+FIRST = em.random_checkpoint(CONFIG, 9)
+
+
+def cold(version: int, size: int) -> list[dict[str, str]]:
+    checkpoint = em.random_checkpoint(CONFIG, version)
+    return [hashes(em.cold_load(CONFIG, checkpoint, rank, size)) for rank in range(size)]
+
+
+def wrong(it: stand_in.Engine, version: int) -> list[str]:
+    """The parameters that are not those of an engine that has loaded the version."""
+    pairs = zip(it.remote.all("look"), cold(version, len(it.ranks)), strict=True)
+    return [name for (_, found), wanted in pairs for name in wanted if found[name] != wanted[name]]
+
+
+def has(it: stand_in.Engine, version: int) -> bool:
+    return not wrong(it, version)
+
+
+def fill(source: engine.Source, version: int) -> None:
+    for name, tensor in em.random_checkpoint(CONFIG, version).items():
+        source.tensors[name][0].copy_(tensor)
+
+
+def make_source() -> engine.Source:
+    return engine.Source({name: (torch.zeros_like(t), None) for name, t in FIRST.items()})
+
+
+def start(folder: Path, name: str, size: int = 1, shadow: str = "device", **options: Any) -> stand_in.Engine:
+    return stand_in.Engine(folder, name, CONFIG, FIRST, size, shadow, **options)
+
+
+def test_engines_come_and_go(tmp_path: Path) -> None:
+    a, b = start(tmp_path, "a"), start(tmp_path, "b", 2)
+    source = make_source()
+    with stand_in.engines(a, b):
+        sender = engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, a.remote, engine="a", timeout=20.0)
+        fill(source, 1)
+        sender.send()
+        assert has(a, 1)
+        sender.add("b", b.remote)  # it comes late, and gets the current version
+        assert not has(b, 1)
+        sender.send(engine="b")
+        assert has(b, 1)
+        assert [version for version, _ in b.remote.all("look")] == [1, 1]
+        fill(source, 2)
+        sender.send()
+        assert has(a, 2)
+        assert has(b, 2)
+        b.kill(1)  # one that dies does not stop the others
+        fill(source, 3)
+        with pytest.raises(tb.PeerLost, match="b 1"):
+            sender.send()
+        assert list(sender.failed) == ["b"]
+        assert has(a, 3)
+        b.close()
+        b.start()  # it is started again
+        sender.add("b", b.remote)
+        sender.send(engine="b")
+        assert has(b, 3)
+        fill(source, 4)
+        sender.send()
+        assert has(a, 4)
+        assert has(b, 4)
+        sender.remove("a")
+        fill(source, 5)
+        sender.send()
+        assert sender.engines == ["b"]
+        assert has(a, 4)
+        assert has(b, 5)
+        with pytest.raises(tb.Invalid, match="there is no engine 'a'; there are b"):
+            sender.send(engine="a")
+        sender.close()
+
+
+@pytest.mark.parametrize("shadow", ["device", "off"])
+def test_an_engine_gives_its_version_to_another(tmp_path: Path, shadow: str) -> None:
+    a, b = start(tmp_path, "a", 2, shadow), start(tmp_path, "b", 2)
+    source = make_source()
+    with stand_in.engines(a, b):
+        with pytest.raises(RuntimeError, match="has received no version that it could give"):
+            engine.pass_on(a.remote, b.remote, f"unix:{tmp_path}/early", timeout=1.0)
+        sender = engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, a.remote, timeout=20.0)
+        for version in 1, 2:
+            fill(source, version)
+            sender.send()
+        sender.close()
+        engine.pass_on(a.remote, b.remote, f"unix:{tmp_path}/between", timeout=20.0)
+        assert has(a, 2)
+        assert has(b, 2)
+        assert [version for version, _ in b.remote.all("look")] == [2, 2]
+
+
+def test_memory_that_is_unmapped_between_updates(tmp_path: Path) -> None:
+    """As in sleep mode: nobody uses the parameters' memory then, and each update registers it again."""
+    a, b = start(tmp_path, "a", 2, "off", is_unmapped=True), start(tmp_path, "b")
+    source = make_source()
+    with stand_in.engines(a, b):
+        sender = engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, a.remote, engine="a", timeout=20.0)
+        sender.add("b", b.remote)
+        for version in 1, 2, 3:
+            a.remote.all("forget")
+            fill(source, version)
+            sender.send()
+            assert not wrong(a, version)
+            assert not wrong(b, version)
+        sender.close()
+
+
+@pytest.mark.parametrize("shadow", ["device", "off"])
+def test_a_tensor_that_is_missing_or_has_another_shape(tmp_path: Path, shadow: str) -> None:
+    """When it is registered, and later: the engine's parameters stay as they are, and the sentence names it."""
+    a = start(tmp_path, "a", 2, shadow)
+    with stand_in.engines(a):
+        for change in "missing", "shape", "more":
+            source = make_source()
+            if change == "missing":
+                del source.tensors["layers.0.o.weight"]
+            elif change == "shape":
+                source.tensors["layers.0.o.weight"] = (torch.zeros(16, 15), None)
+            else:
+                source.tensors["layers.0.x.weight"] = (torch.zeros(3), None)
+            with pytest.raises(tb.Conflict, match=r"layers\.0\.[ox]\.weight"):
+                engine.Sender(f"unix:{tmp_path}/{change}", 0, 1, source, a.remote, timeout=20.0)
+            assert has(a, 9)
+        named = {re.sub(r"\W", "_", name): name for name in FIRST}
+        holder = torch.nn.ParameterDict({key: torch.zeros_like(FIRST[name]) for key, name in named.items()})
+        source = engine.from_module(holder)
+        source.tensors = {named[key]: tensor for key, tensor in source.tensors.items()}
+        sender = engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, a.remote, timeout=20.0)
+
+        def fill_module(version: int) -> None:
+            for key, name in named.items():
+                holder[key].data = em.random_checkpoint(CONFIG, version)[name]  # in other memory, each time
+
+        fill_module(1)
+        sender.send()
+        assert has(a, 1)
+        fill_module(2)
+        kept = holder["layers_0_o_weight"]
+        for wrong in None, torch.nn.Parameter(torch.zeros(16, 15)):
+            holder._parameters["layers_0_o_weight"] = wrong
+            with pytest.raises(tb.Refused, match="layers_0_o_weight"):
+                sender.send()
+            assert has(a, 1)
+        holder._parameters["layers_0_o_weight"] = kept
+        sender.send()
+        assert has(a, 2)
+        sender.close()
