@@ -6,6 +6,7 @@ engine_program.py SOCKET MODEL TP SHADOW
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from multiprocessing.connection import Client, Listener
@@ -47,6 +48,9 @@ class WorkerExtension:
 
         return simulate.hashes(self.model_runner.get_model())  # type: ignore[attr-defined]
 
+    def tensorbus_pid(self) -> int:
+        return os.getpid()
+
 
 def main(socket: str, model: str, size: str, shadow: str) -> None:
     from vllm import LLM, SamplingParams
@@ -70,7 +74,11 @@ def main(socket: str, model: str, size: str, shadow: str) -> None:
         (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         return list(result.outputs[0].token_ids)
 
-    own = {"generate": generate, "hashes": lambda: llm.collective_rpc("tensorbus_hashes")}
+    own = {
+        "generate": generate,
+        "hashes": lambda: llm.collective_rpc("tensorbus_hashes"),
+        "pids": lambda: llm.collective_rpc("tensorbus_pid"),
+    }
     with Listener(socket, "AF_UNIX") as listener:
         while True:
             with listener.accept() as connection, contextlib.suppress(EOFError, OSError):  # a client may be killed

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 HERE = Path(__file__).parent
 VERSIONS = (2, 3, 4, 5, 6)
 PROMPT = list(range(5, 45))  # longer than a block of the prefix cache
-START_S = 400.0
+START_S = float(os.environ.get("TB_START_S", "400"))
 
 
 def _plugins(folder: Path) -> Path:
@@ -62,7 +62,11 @@ class Engine:
             self.remote.call("stop")
             self._process.wait(60)
         finally:
-            self._process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class Server:

@@ -1,4 +1,8 @@
-"""Ranks of trainers that are killed at any time of an update; a living vLLM has the old version or the new one."""
+"""Ranks of trainers that are killed at any time of an update; a living vLLM has the old version or the new one.
+
+And workers of vLLM, which ends it: the trainer is told whom it has lost, and a vLLM that is started again gets the
+current version.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,9 @@ import pytest
 import simulate
 from engine_program import Remote
 from test_end_to_end import PROMPT, Engine
+
+import tensorbus as tb
+from tensorbus import engine as tb_engine
 
 CASES = int(os.environ.get("TB_CASES", "10"))
 TIMEOUT_S = 10.0
@@ -91,3 +99,56 @@ def test_killed_trainers(tmp_path: Path, size: int) -> None:
         print(f"{CASES} kills: {counts}")
     finally:
         engine.close()
+
+
+def test_killed_workers(tmp_path: Path) -> None:
+    simulate.begin()
+    kills = int(os.environ.get("TB_WORKER_KILLS", "3"))
+    paths = {v: families.make("Llama", tmp_path, v) for v in VERSIONS}
+    versions = {v: [simulate.hashes(simulate.cold_load(p, rank, 2)[0]) for rank in range(2)] for v, p in paths.items()}
+    source = tb_engine.from_checkpoint(paths[1])
+    contents = {v: tb_engine.from_checkpoint(p) for v, p in paths.items()}
+
+    def fill(version: int) -> None:
+        for name, (tensor, _) in source.tensors.items():
+            tensor.copy_(contents[version].tensors[name][0])
+
+    def start(life: int) -> Engine:
+        folder = tmp_path / f"life{life}"
+        folder.mkdir()
+        began = time.monotonic()
+        made = Engine(folder, paths[1], 2, "device")
+        print(f"vLLM has started in {time.monotonic() - began:.0f} s", flush=True)
+        return made
+
+    engine = start(0)
+    sender = tb_engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, engine.remote, timeout=60.0)
+    try:
+        fill(2)
+        began = time.monotonic()
+        sender.send()
+        seconds = time.monotonic() - began
+        assert engine.remote.call("hashes") == versions[2]
+        for life in range(1, kills + 1):
+            version = 2 + life % 2
+            fill(version)
+            pid = engine.remote.call("pids")[life % 2]
+            killer = threading.Timer(seconds * random.uniform(0.0, 0.9), os.kill, (pid, signal.SIGKILL))
+            killer.start()
+            lost: tb.PeerLost | None = None
+            try:
+                sender.send()
+            except tb.PeerLost as error:
+                lost = error
+            killer.join()
+            print(f"kill {life}: {lost or 'came after the update'}", flush=True)
+            assert lost is None or lost.group == "engine"
+            engine.kill()
+            engine = start(life)
+            assert engine.remote.call("hashes") == versions[1]
+            sender.add("engine", engine.remote)
+            sender.send(engine="engine")
+            assert engine.remote.call("hashes") == versions[version]
+        sender.close()
+    finally:
+        engine.kill()

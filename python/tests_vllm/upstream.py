@@ -1,7 +1,7 @@
-"""vLLM's own tests of weight transfer that are written against its interface, with our classes in the place of theirs.
+"""vLLM's own tests of weight transfer that are written against its interface, with our classes in the place of its own.
 
-upstream.py CHECKOUT: a checkout of vLLM with its tests. What needs its NCCL or IPC engines, or a GPU, is left out. Where
-there is no ray, the tests get a stand-in for it. The exit status is 1 if a test failed.
+upstream.py CHECKOUT: a checkout of vLLM with its tests. What needs its NCCL or IPC engines, or a GPU, is left out.
+Where there is no ray, the tests get a stand-in for it. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = ("tests/v1/worker/test_gpu_worker_weight_transfer.py", "tests/distributed/test_weight_transfer.py")
-CLASSES = ("TestEngineRegistry", "TestTrainerClients", "TestModuleSource", "TestTrainerFactory", "TestTrainerEngineBase")
+CLASSES = (
+    "TestEngineRegistry",
+    "TestTrainerClients",
+    "TestModuleSource",
+    "TestTrainerFactory",
+    "TestTrainerEngineBase",
+)
 
 
 def make_classes() -> tuple[type, type]:
@@ -62,7 +68,8 @@ def make_classes() -> tuple[type, type]:
             super().__init__(client=client, source=source, is_sender=is_sender, sender=sender or MagicMock())
 
         @classmethod
-        def trainer_init(cls, _init_info: Any, *, client: Any, source: Any = None) -> Trainer:
+        def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Trainer:
+            del init_info
             return cls(client=client, source=source)
 
     return Engine, Trainer
@@ -75,6 +82,7 @@ class Plugin:
         engine, trainer = make_classes()
         left_out = [i for i in items if i.cls is not None and i.cls.__name__ not in CLASSES]
         left_out += [i for i in items if i.cls is None and i.path.name == Path(FILES[1]).name]
+        left_out += [i for i in items if i.name.startswith("test_reload_parameter_lookup")]  # of LoRA alone
         for item in items:
             for name, ours in ("_RecordingEngine", engine), ("_DummyTrainerEngine", trainer):
                 if hasattr(item.module, name):
@@ -91,6 +99,12 @@ def main(checkout: str) -> int:
     os.chdir(checkout)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import conftest  # noqa: F401 # vLLM's environment
+    import torch
+    import vllm.v1.worker.gpu_model_runner as runner
+
+    if not hasattr(runner, "_get_parameter_for_reload"):
+        runner._get_parameter_for_reload = None  # which tests of August 2026 import, and vLLM 0.32.0 lacks
+    torch.accelerator.synchronize = lambda *_: None  # as vLLM's workers for CPUs do
 
     if importlib.util.find_spec("ray") is None:
         sys.modules["ray"] = MagicMock()
