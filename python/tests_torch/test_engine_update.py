@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any
 import engine_model as em
 import jobs
 import pytest
+import stand_in
 import torch
 from test_engine import hashes, trace
 
 import tensorbus as tb
 from tensorbus import engine
+from tensorbus._tensors import read
 
 CONFIG = em.Config(layers=1, dtype=torch.bfloat16)
 SENT = replace(CONFIG, dtype=torch.float32)  # cast on the way
@@ -155,3 +158,67 @@ def test_names_and_shapes_that_do_not_agree(tmp_path: Path) -> None:
             "layers.0.other.weight",
             "layers.0.o.weight",
         ]
+
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 6
+
+
+def _titan(version: int) -> Any:
+    """A module with the names of torchtitan's Llama."""
+    torch.manual_seed(version)
+    sizes = {"wq": (HEADS * 8, WIDTH), "wk": (KEY_HEADS * 8, WIDTH), "wv": (KEY_HEADS * 8, WIDTH), "wo": (WIDTH, 32)}
+    linear = {name: torch.nn.Linear(n, m, bias=False) for name, (m, n) in sizes.items()}
+    norm = torch.nn.RMSNorm(WIDTH)
+    layer = torch.nn.ModuleDict({"attention": torch.nn.ModuleDict(linear), "attention_norm": norm})
+    return torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": layer})})
+
+
+def _in_checkpoint(version: int) -> dict[str, Any]:
+    """The same as a checkpoint has it."""
+    made = {}
+    for plain, p in _titan(version).named_parameters():
+        part = plain.split(".")[-2]
+        t = p.detach()
+        if part in ("wq", "wk"):
+            heads = HEADS if part == "wq" else KEY_HEADS
+            t = t.view(heads, 4, 2, WIDTH).transpose(1, 2).reshape(t.shape)
+        name = f"self_attn.{part[1]}_proj" if part.startswith("w") else "input_layernorm"
+        made[f"model.layers.0.{name}.weight"] = t
+    return made
+
+
+def _send_titan(url: str, rank: int, is_sharded: bool) -> None:
+    """One of three ranks; where the module is sharded, it has a third of each parameter's rows."""
+    source = engine.from_torchtitan(_titan(5), heads=HEADS, key_heads=KEY_HEADS)
+    if is_sharded:
+        plain = [p.detach() for p in _titan(5).parameters()]
+        for (name, (view, _)), p in zip(list(source.tensors.items()), plain, strict=True):
+            part = read(p.tensor_split([-(-len(p) * i // 3) for i in (1, 2)])[rank].clone())
+            text = (view.layout or "mesh=3 place=R").replace("SIZE", "3").removesuffix("R")
+            starts = [-(-len(p) * i // 3) for i in range(4)]
+            lists = ";".join(f"{a}-{b}" for a, b in itertools.pairwise(starts))
+            cut = replace(part, global_shape=tuple(p.shape), layout=f"{text}Explicit(0,{lists})")
+            source.tensors[name] = (cut, None)
+    with tb.join(url, group="trainer", index=rank, size=3, timeout=60.0) as bus:
+        pair, batch = bus.pair("p", "engine"), bus.batch("b")
+        source.add_to(batch, pair)
+        batch.send(timeout=60.0, wait="committed")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_torchtitan(tmp_path: Path, is_sharded: bool) -> None:
+    url = f"unix:{tmp_path}/bus"
+    ranks = [stand_in.FORK.Process(target=_send_titan, args=(url, i, is_sharded)) for i in range(3)]
+    for rank in ranks:
+        rank.start()
+    wanted = _in_checkpoint(5)
+    got = {name: torch.zeros_like(t) for name, t in wanted.items()}
+    with tb.join(url, group="engine", index=0, size=1, timeout=60.0) as bus:
+        pair, batch = bus.pair("p", "trainer"), bus.batch("b")
+        for name, t in got.items():
+            batch.add(pair, name, t, layout="mesh=1 place=R")
+        batch.recv(timeout=60.0)
+    for rank in ranks:
+        rank.join()
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []

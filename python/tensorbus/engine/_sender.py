@@ -18,21 +18,24 @@ VOTE = "version"  # the name of the tensor whose arrival is the engine's decisio
 
 
 class _Control:
-    """Calls of an engine, one after the other, in a thread; on ranks that make none, nothing."""
+    """Calls of an engine by name, one after the other, in a thread; on ranks that make none, nothing."""
 
-    def __init__(self, *calls: Callable[[], Any]) -> None:
-        self.error: BaseException | None = None
-        self._calls = calls
+    def __init__(self, engine: str = "", **calls: Callable[[], Any]) -> None:
+        self.error: Error | None = None
+        self._engine, self._calls = engine, calls
         self._thread = threading.Thread(target=self._run, daemon=True)
         if calls:
             self._thread.start()
 
     def _run(self) -> None:
-        try:
-            for call in self._calls:
+        for name, call in self._calls.items():
+            try:
                 call()
-        except BaseException as error:
-            self.error = error
+            except Exception as error:
+                why = (str(error).strip() or type(error).__name__).splitlines()[-1]
+                self.error = Error(f"engine '{self._engine}' has failed in {name}: {why}", "engine")
+                self.error.__cause__ = error
+                return
 
     @property
     def is_running(self) -> bool:
@@ -46,7 +49,7 @@ class _Control:
         if self.error is not None:
             raise self.error
         if is_last and self.is_running:
-            raise Timeout(f"the engine has not answered after {timeout:.0f} s")
+            raise Timeout(f"engine '{self._engine}' has not answered after {timeout:.0f} s")
 
     def wait(self, transfer: Transfer) -> None:
         """Waits until the transfer is committed; if a call fails before, the transfer is cancelled.
@@ -79,15 +82,15 @@ class _Link:
         self._control = _Control()
         self.register()
 
-    def _call(self, *calls: Callable[[], Any]) -> _Control:
-        return _Control(*calls) if self._sender.rank == 0 else _Control()
+    def _call(self, **calls: Callable[[], Any]) -> _Control:
+        return _Control(self._engine, **calls) if self._sender.rank == 0 else _Control()
 
     def register(self, is_in_update: bool = False) -> None:
         """Meets the engine. Names and shapes agree then, in both directions."""
         self.close()
         sender, bus = self._sender, self._sender.bus
         info = sender.info | {"engine": self._engine, "is_in_update": is_in_update}
-        control = self._call(lambda: self._client.init_weight_transfer_engine(info))
+        control = self._call(init_weight_transfer_engine=lambda: self._client.init_weight_transfer_engine(info))
         try:
             pair = bus.pair(f"weights {self._engine}", self._engine, timeout=sender.timeout, wait=False)
             self._open.append(pair)
@@ -110,9 +113,11 @@ class _Link:
     def begin(self, version: int, weight_version: str | None) -> Transfer:
         """Begins to send, after the work that is on this thread's stream."""
         self._control = self._call(
-            self._start,
-            lambda: self._client.update_weights({"version": version}),
-            lambda: self._client.finish_weight_update(*([weight_version] if weight_version is not None else [])),
+            start_weight_update=self._start,
+            update_weights=lambda: self._client.update_weights({"version": version}),
+            finish_weight_update=lambda: self._client.finish_weight_update(
+                *([weight_version] if weight_version is not None else [])
+            ),
         )
         return self.data.send(timeout=self._sender.timeout, wait=None, whole_group=True)
 
@@ -262,15 +267,17 @@ def pass_on(
     info = {"url": url, "token": token, "timeout": timeout, "engine": engine, "group": "giver"}
     controls = (
         _Control(
-            giver.start_weight_update,
-            lambda: giver.update_weights({"version": 0, "give": info}),
-            giver.finish_weight_update,
+            "giver",
+            start_weight_update=giver.start_weight_update,
+            update_weights=lambda: giver.update_weights({"version": 0, "give": info}),
+            finish_weight_update=giver.finish_weight_update,
         ),
         _Control(
-            lambda: newcomer.init_weight_transfer_engine(info | {"is_same_kind": True}),
-            newcomer.start_weight_update,
-            lambda: newcomer.update_weights({"version": 1}),
-            newcomer.finish_weight_update,
+            engine,
+            init_weight_transfer_engine=lambda: newcomer.init_weight_transfer_engine(info | {"is_same_kind": True}),
+            start_weight_update=newcomer.start_weight_update,
+            update_weights=lambda: newcomer.update_weights({"version": 1}),
+            finish_weight_update=newcomer.finish_weight_update,
         ),
     )
     until = time.monotonic() + 4 * timeout  # joining, registering, and two batches have one each

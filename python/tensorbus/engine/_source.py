@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class Source:
     def add_to(self, batch: Batch, pair: Pair) -> None:
         """Adds its tensors; those that bring no layout are the same on all ranks."""
         for name, (tensor, view) in self.tensors.items():
-            batch.add(pair, name, tensor, layout=read(tensor).layout or f"mesh={pair.size} place=R", view=view)
+            text = (read(tensor).layout or "mesh=SIZE place=R").replace("SIZE", str(pair.size))
+            batch.add(pair, name, tensor, layout=text, view=view)
 
 
 def from_checkpoint(folder: str | Path) -> Source:
@@ -135,3 +137,66 @@ def from_module(module: Any, *, mesh: Any = None, ranks: RankMap | None = None, 
         else:
             made.tensors[name] = (view, None)
     return made
+
+
+# Names of torchtitan's Llama in checkpoints.
+_TORCHTITAN = (
+    (r"tok_embeddings\.", "model.embed_tokens."),
+    (r"norm\.", "model.norm."),
+    (r"output\.", "lm_head."),
+    (r"layers\.(\d+)\.attention\.w([qkvo])\.", r"model.layers.\1.self_attn.\2_proj."),
+    (r"layers\.(\d+)\.feed_forward\.w1\.", r"model.layers.\1.mlp.gate_proj."),
+    (r"layers\.(\d+)\.feed_forward\.w2\.", r"model.layers.\1.mlp.down_proj."),
+    (r"layers\.(\d+)\.feed_forward\.w3\.", r"model.layers.\1.mlp.up_proj."),
+    (r"layers\.(\d+)\.attention_norm\.", r"model.layers.\1.input_layernorm."),
+    (r"layers\.(\d+)\.ffn_norm\.", r"model.layers.\1.post_attention_layernorm."),
+)
+
+
+def from_torchtitan(
+    module: Any,
+    *,
+    heads: int,
+    key_heads: int,
+    mesh: Any = None,
+    ranks: RankMap | None = None,
+    reshard: bool = False,
+) -> Source:
+    """The parameters of torchtitan's Llama, as ``from_module``, under the names of checkpoints.
+
+    Rotary embeddings turn neighbouring rows of a head there, and rows that lie half a head apart in checkpoints. The
+    layout of query and key says where each row belongs, so that nothing is copied.
+    """
+    made = from_module(module, mesh=mesh, ranks=ranks, reshard=reshard)
+    tensors = {}
+    for plain, (view, text) in made.tensors.items():
+        name = _rename(plain)
+        if ".attention.wq." in plain or ".attention.wk." in plain:
+            view = _in_halves(plain, view, heads if ".wq." in plain else key_heads)
+        tensors[name] = (view, text)
+    made.tensors = tensors
+    made.ties = {_rename(name): _rename(canonical) for name, canonical in made.ties.items()}
+    return made
+
+
+def _rename(plain: str) -> str:
+    for pattern, name in _TORCHTITAN:
+        if re.match(pattern, plain):
+            return re.sub(pattern, name, plain, count=1)
+    raise Invalid(f"torchtitan's Llama has no parameter '{plain}'")
+
+
+def _in_halves(name: str, view: Any, heads: int) -> Any:
+    """The view with a layout in which rows 0, 1, 2, ... of a head are rows 0, n/2, 1, ... of the checkpoint's."""
+    shape = view.global_shape or view.shape
+    rows, odd = divmod(shape[0], heads)
+    if odd or rows % 2:
+        raise Invalid(
+            f"parameter '{name}' has {shape[0]} rows, which are not {heads} heads with an even number of them"
+        )
+    order = (h * rows + half * (rows // 2) + i for h in range(heads) for i in range(rows // 2) for half in (0, 1))
+    lists = ",".join(f"{at}-{at + 1}" for at in order)
+    # The first placement is applied first: what follows cuts the list of rows by position, as it has cut the rows.
+    whole = view.layout or "mesh=SIZE place=R"
+    text = whole.replace("mesh=", "mesh=1,", 1).replace("place=", f"place=Explicit(0,{lists}),", 1)
+    return replace(view, layout=text)
