@@ -6,7 +6,7 @@
 from ._receiver import Pause, Receiver
 from ._record import Piece
 from ._sender import Sender, pass_on
-from ._source import Source, from_checkpoint, from_module, from_torchtitan, read_headers
+from ._source import Source, as_source, from_checkpoint, from_module, from_torchtitan, read_headers
 from ._targets import Target, Targets, make_targets
 from ._trace import Checkpoint, Module, Trace, apply, locate, trace
 from ._verify import Difference, Hashes, Verified, compare, hash_boxes, verify
@@ -26,6 +26,7 @@ __all__ = [
     "Trace",
     "Verified",
     "apply",
+    "as_source",
     "compare",
     "from_checkpoint",
     "from_module",

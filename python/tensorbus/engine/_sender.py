@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from .._batch import Batch
 from .._bus import join
 from .._errors import Cancelled, Error, Invalid, Timeout
+from .._handle import sleep_until_readable
 from .._transfer import Transfer
 from ._source import Source
 
@@ -101,14 +103,25 @@ class _Link:
             self._open.append(self.vote)
             self.vote.add(pair, VOTE, sender.number, layout=f"mesh={sender.size} place=R")
             for batch in self.data, self.vote:
-                batch.register(timeout=sender.timeout)
+                self._register(batch, control)
         except Error as error:
             self.close()
-            raise error from control.error
+            raise error from (None if error is control.error else control.error)
         except BaseException:
             self.close()
             raise
         control.join(sender.timeout)
+
+    def _register(self, batch: Batch, control: _Control) -> None:
+        """Registers; if the engine's call fails before, nobody waits for the engine any longer."""
+        call = batch._registering(timeout=self._sender.timeout)
+        try:
+            while (fd := call._look()) >= 0:
+                if control.error is not None:
+                    raise control.error
+                sleep_until_readable(fd, 0.2)
+        finally:
+            call.close()
 
     def begin(self, version: int, weight_version: str | None) -> Transfer:
         """Begins to send, after the work that is on this thread's stream."""

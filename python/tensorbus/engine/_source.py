@@ -200,3 +200,17 @@ def _in_halves(name: str, view: Any, heads: int) -> Any:
     whole = view.layout or "mesh=SIZE place=R"
     text = whole.replace("mesh=", "mesh=1,", 1).replace("place=", f"place=Explicit(0,{lists}),", 1)
     return replace(view, layout=text)
+
+
+def as_source(source: Any) -> Source:
+    """What a trainer may have: a module, a checkpoint's folder, or a source."""
+    if isinstance(source, torch.nn.Module):
+        return from_module(source)
+    if isinstance(source, str | Path):
+        return from_checkpoint(source)
+    if isinstance(source, Source):
+        return source
+    raise Invalid(
+        "source must be a torch.nn.Module, a checkpoint's folder or a tensorbus.engine.Source, not "
+        f"{type(source).__name__}"
+    )
