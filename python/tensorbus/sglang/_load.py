@@ -82,7 +82,14 @@ def _begin(model: Any, request: Request, parallel: Any) -> None:
         logger.info(
             "tensorbus: %d bytes of memory for what arrives (shadow=%s)", receiver.shadow_nbytes, request.shadow
         )
-    receiver.join(request.url, request.group, request.engine, request.token, request.timeout)
+    receiver.join(
+        request.url,
+        request.group,
+        request.engine,
+        request.token,
+        request.timeout,
+        is_in_update=request.is_in_update,
+    )
 
 
 def _update(model: Any) -> None:

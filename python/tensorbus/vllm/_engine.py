@@ -194,17 +194,7 @@ class TensorbusTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type
         cls, init_info: TensorbusTrainerInitInfo, *, client: Any, source: Any = None
     ) -> TensorbusTrainerWeightTransferEngine:
         """Meets the engine, on every rank of the trainer."""
-        if isinstance(source, torch.nn.Module):
-            made = tb_engine.from_module(source)
-        elif isinstance(source, str | Path):
-            made = tb_engine.from_checkpoint(source)
-        elif isinstance(source, tb_engine.Source):
-            made = source
-        else:
-            raise Invalid(
-                "source must be a torch.nn.Module, a checkpoint's folder or a tensorbus.engine.Source, not "
-                f"{type(source).__name__}"
-            )
+        made = tb_engine.as_source(source)
         sender = tb_engine.Sender(
             init_info.url,
             init_info.rank,
