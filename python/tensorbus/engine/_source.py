@@ -73,7 +73,7 @@ class Source:
     def refresh(self) -> None:
         """Looks at parameters again, which may have moved; one that can't be sent as it was added is refused."""
         for watch in self.watches:
-            copy_moved(watch.look(), True, None)
+            copy_moved(watch.look(is_send=True), True, None)
         for copy in self.copies:
             copy()
 
