@@ -41,12 +41,9 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->no_gpu = opts->no_gpu;
     agent->timeout_ms = opts->timeout_ms ? opts->timeout_ms : DEFAULT_TIMEOUT_MS;
     agent->begun_ms = tb__now_ms();
-    pthread_mutex_init(&agent->done_lock, NULL);
+    pthread_mutex_init(&agent->lock, NULL);
     pthread_mutex_init(&agent->enter_lock, NULL);
-    pthread_mutex_init(&agent->pair_lock, NULL);
-    tb__monotonic_cond_init(&agent->pairs_changed);
-    pthread_mutex_init(&agent->report_lock, NULL);
-    tb__monotonic_cond_init(&agent->report_made);
+    tb__monotonic_cond_init(&agent->changed);
     agent->group = tb__strdup(opts->group);
     agent->token = opts->token ? tb__strdup(opts->token) : NULL;
     tb_status status = agent->group && (!opts->token || agent->token) ? open_agent(agent, opts) : TB_NO_MEMORY;
@@ -118,22 +115,28 @@ static void check_stop(tb__agent *agent) {
 static void step_agent(tb__agent *agent) {
     int64_t next_ms = close_expired_sessions(agent);
     release_sessions(agent);
-    if (!tb__endpoint_step(&agent->endpoint, next_ms))
+    tb__agent_unlock(agent);
+    bool is_woken = tb__endpoint_step(&agent->endpoint, next_ms);
+    tb__agent_lock(agent);
+    if (!is_woken)
         return;
     check_stop(agent);
-    tb__agent_reap_jobs(agent);
-    tb__agent_serve_reports(agent);
+    tb__agent_send_progress(agent);
+    tb__agent_do_waiting_work(agent);
 }
 
 void tb__agent_run(tb__agent *agent) {
+    tb__agent_lock(agent);
     while (!agent->is_forced && (!agent->is_stopping || agent->njobs > 0))
         step_agent(agent);
+    tb__agent_unlock(agent);
 }
 
 void tb__agent_destroy(tb__agent *agent) {
     if (!agent)
         return;
     agent_session *s;
+    tb__agent_lock(agent);
     if (agent->endpoint.is_open)
         tb__endpoint_stop(&agent->endpoint);
     for (s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link))
@@ -142,15 +145,12 @@ void tb__agent_destroy(tb__agent *agent) {
     while (agent->njobs > 0) /* jobs of closed sessions give up, and have deadlines */
         step_agent(agent);
     release_sessions(agent);
+    tb__agent_unlock(agent);
     tb_world_destroy(agent->world);
     tb__endpoint_close(&agent->endpoint);
-    pthread_mutex_destroy(&agent->done_lock);
+    pthread_mutex_destroy(&agent->lock);
     pthread_mutex_destroy(&agent->enter_lock);
-    pthread_mutex_destroy(&agent->pair_lock);
-    pthread_cond_destroy(&agent->pairs_changed);
-    pthread_mutex_destroy(&agent->report_lock);
-    pthread_cond_destroy(&agent->report_made);
-    free(agent->report);
+    pthread_cond_destroy(&agent->changed);
     free(agent->group);
     free(agent->token);
     free(agent);

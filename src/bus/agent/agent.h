@@ -36,8 +36,8 @@ void tb__agent_destroy(tb__agent *agent);
 
 int32_t tb__agent_rank(const tb__agent *agent);
 
-/* The agent's state as the JSON object of Inspect (docs/protocol.md), to be freed by the caller. From any thread but
- * that of tb__agent_run, while that runs; TB_TIMEOUT if it does not answer in time. */
+/* The agent's state as the JSON object of Inspect (docs/protocol.md), to be freed by the caller. From any thread;
+ * TB_TIMEOUT if its loop is stuck. */
 tb_status tb__agent_report(tb__agent *agent, int timeout_ms, char **out);
 
 #endif

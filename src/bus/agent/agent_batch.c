@@ -91,12 +91,12 @@ static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__c
 static const char *note_device(agent_batch *b, const char *name) {
     const size_t most = TB__AGENT_MAX_DEVICES;
     size_t i = 0;
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(b->session->agent);
     while (i + 1 < most && b->devices[i][0] && strcmp(b->devices[i], name) != 0)
         i++;
     if (!b->devices[i][0])
         snprintf(b->devices[i], sizeof b->devices[i], "%s", i + 1 < most ? name : "others");
-    pthread_mutex_unlock(&b->lock);
+    tb__agent_unlock(b->session->agent);
     return b->devices[i];
 }
 
@@ -255,10 +255,10 @@ static tb_status add_client_tensor(filling *f, const tb__tensor_payload *p) {
     free(layout);
     if (status != TB_OK)
         return status;
-    pthread_mutex_lock(&f->job->batch->lock);
+    tb__agent_lock(f->job->agent);
     f->batch_pair->ntensors++;
     f->batch_pair->nbytes += f->nbytes;
-    pthread_mutex_unlock(&f->job->batch->lock);
+    tb__agent_unlock(f->job->agent);
     return TB_OK;
 }
 
@@ -303,13 +303,6 @@ static tb_status add_all_tensors(filling *f) {
     return TB_OK;
 }
 
-/* tb__agent_make_report describes what the registration waits for. */
-static void set_registering(agent_batch *b, tb_batch *batch) {
-    pthread_mutex_lock(&b->lock);
-    b->registering = batch;
-    pthread_mutex_unlock(&b->lock);
-}
-
 /* The client looks at the mark when this process has ended: whether it may have been writing. */
 static tb_status map_mark(filling *f) {
     agent_job *job = f->job;
@@ -332,11 +325,15 @@ static tb_status fill_batch(filling *f) {
     agent_batch *b = f->job->batch;
     TB_TRY(map_mark(f));
     TB_TRY(add_all_tensors(f));
+    tb__agent_lock(f->job->agent);
     f->job->message.tensors = f->job->message.memories = (tb__entries){0};
-    tb__agent_job_drop_frame(f->job); /* registering may take long */
-    set_registering(b, f->batch);
+    tb__agent_job_drop_frame(f->job); /* registering may take long ... */
+    b->registering = f->batch;        /* ... and tb__agent_make_report describes what it waits for */
+    tb__agent_unlock(f->job->agent);
     tb_status status = tb__local_batch_register(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
-    set_registering(b, NULL);
+    tb__agent_lock(f->job->agent);
+    b->registering = NULL;
+    tb__agent_unlock(f->job->agent);
     return status;
 }
 

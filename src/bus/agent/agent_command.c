@@ -33,10 +33,8 @@ static void release_batch_pair(const agent_batch *b, const agent_batch_pair *s) 
 /* Removes a pair whose tensors are gone already. */
 static void remove_batch_pair(agent_batch *b, size_t i) {
     agent_batch_pair gone = b->batch_pairs.item[i];
-    pthread_mutex_lock(&b->lock);
     b->batch_pairs.count--;
     memmove(&b->batch_pairs.item[i], &b->batch_pairs.item[i + 1], (b->batch_pairs.count - i) * sizeof gone);
-    pthread_mutex_unlock(&b->lock);
     tb__agent_update_version(b);
     release_batch_pair(b, &gone);
 }
@@ -51,8 +49,6 @@ static void remove_round(agent_batch *b, uint64_t round) {
 static void free_agent_batch(agent_batch *b) {
     for (size_t i = 0; i < b->batch_pairs.count; i++)
         release_batch_pair(b, &b->batch_pairs.item[i]);
-    pthread_mutex_destroy(&b->lock);
-    pthread_cond_destroy(&b->unused);
     LIST_REMOVE(b, link);
     free(b->batch_pairs.item);
     free(b->id);
@@ -73,18 +69,21 @@ static void finish_ending_batch(void *arg) {
 /* Freeing the memory may take long. The batch's name is taken until then. */
 static void end_batch(agent_batch *b) {
     b->is_ending = true;
-    tb__agent_run_in_background(b->session->agent, b->session, empty_agent_batch, finish_ending_batch, b);
+    b->ending = (agent_work){.agent = b->session->agent,
+                             .session = b->session,
+                             .run = empty_agent_batch,
+                             .after = finish_ending_batch,
+                             .arg = b};
+    tb__agent_run_in_background(&b->ending);
 }
 
 /* Cancels the batch's jobs; the batch ends with the last of them. */
 static void begin_ending_batch(agent_batch *b) {
-    pthread_mutex_lock(&b->lock);
     b->is_ending = true;
     for (int i = 0; i < 2; i++) {
         if (b->transfers[i])
             tb__transfer_begin_cancel(b->transfers[i]);
     }
-    pthread_mutex_unlock(&b->lock);
     atomic_store(&b->is_cancelled, true);
     tb__world_wake_waiters(b->session->agent->world);
     if (b->njobs == 0)
@@ -115,8 +114,7 @@ static tb_status add_batch_pair(tb__agent *agent, agent_batch *b, agent_pair *p)
     return TB_OK;
 }
 
-/* A rank without tensors takes part in all pairs that its client has made. With pair_lock held, like those that follow.
- */
+/* A rank without tensors takes part in all pairs that its client has made. */
 static tb_status add_client_pairs(const agent_job *job, agent_batch *b) {
     for (agent_pair *p = LIST_FIRST(&job->agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (p->state == PAIR_MADE && tb__agent_pair_has_user(p, job->session))
@@ -199,9 +197,9 @@ static tb_status add_named_pairs(agent_job *job, agent_batch *b) {
 static tb_status begin_change(agent_job *job, agent_batch *b) {
     if (b->is_changing)
         return tb__fail(TB_REFUSED, "pairs are being added to batch '%.100s' or removed from it", b->id);
-    if (b->is_busy[0] || b->is_busy[1])
+    if (b->busy[0] || b->busy[1])
         return tb__fail(TB_REFUSED, "batch '%.100s' is being %s; pairs are added and removed between transfers", b->id,
-                        b->is_busy[1] ? "sent" : "received");
+                        b->busy[1] ? "sent" : "received");
     b->is_changing = true;
     job->batch = b;
     return TB_OK;
@@ -211,9 +209,7 @@ static tb_status begin_change(agent_job *job, agent_batch *b) {
 static tb_status extend_batch(agent_job *job, agent_batch *b) {
     TB_TRY(begin_change(job, b));
     b->round++;
-    pthread_mutex_lock(&job->agent->pair_lock);
     tb_status status = add_named_pairs(job, b);
-    pthread_mutex_unlock(&job->agent->pair_lock);
     if (status == TB_OK && job->message.tensors.count == 0)
         status = tb__fail(TB_INVALID, "no tensors are given for batch '%.100s'", b->id);
     if (status == TB_OK) {
@@ -238,14 +234,10 @@ static tb_status begin_register(agent_job *job) {
         free(b);
         return TB_NO_MEMORY;
     }
-    pthread_mutex_init(&b->lock, NULL);
-    pthread_cond_init(&b->unused, NULL);
     b->session = job->session;
     b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
-    pthread_mutex_lock(&job->agent->pair_lock);
     tb_status status = job->message.tensors.count > 0 ? add_named_pairs(job, b) : add_client_pairs(job, b);
-    pthread_mutex_unlock(&job->agent->pair_lock);
     if (status != TB_OK) {
         tb__saved_detail why = tb__save_detail();
         free_agent_batch(b);
@@ -461,9 +453,7 @@ void tb__agent_drop_client(tb__agent *agent, agent_session *s) {
         next = LIST_NEXT(b, link);
         if (b->session != s)
             continue;
-        pthread_mutex_lock(&b->lock);
         b->is_abandoned = true;
-        pthread_mutex_unlock(&b->lock);
         if (!b->is_ending)
             begin_ending_batch(b);
     }

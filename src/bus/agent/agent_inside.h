@@ -1,8 +1,12 @@
 /* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (commands that run,
  * and background work), agent_pair.c, agent_command.c and agent_transfer.c (what commands do), agent_outcome.c (results
  * of transfers), agent_batch.c (tensors and their memory), agent_memory.c (of devices), agent_mirror.c (that is not
- * mapped), agent_report.c (the JSON report). Everything but the jobs' threads runs in the loop's thread, which never
- * waits for a peer or for the store. */
+ * mapped), agent_report.c (the JSON report).
+ *
+ * The agent's lock guards all that is here, unless it says otherwise. The loop holds it but while it sleeps, so nobody
+ * waits for a peer, for the store or for memory with it: that is what the threads of jobs do, which take the lock for
+ * what they share. Functions are called with the lock held, but those of which it is said that they are a job's. The
+ * lock of the world's loop may be taken with it held, not the other way round. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
 #define TB_BUS_AGENT_AGENT_INSIDE_H
 
@@ -20,18 +24,27 @@
 #include <sys/queue.h>
 
 enum {
-    TB__AGENT_MAX_FDS = 4096,      /* of one frame */
-    TB__AGENT_MAX_DEVICES = 8,     /* that are named in the report of a batch */
-    TB__AGENT_MAX_COMMANDS = 64,   /* commands of a client that run */
-    TB__AGENT_MAX_THREADS = 1024,  /* commands of all clients that run; each has a thread */
-    TB__AGENT_MAX_BACKGROUND = 64, /* background jobs that run; the others wait */
-    TB__AGENT_BEGUN = 1 << 8,
-    TB__AGENT_PROGRESS = 1 << 9,
+    TB__AGENT_MAX_FDS = 4096,       /* of one frame */
+    TB__AGENT_MAX_DEVICES = 8,      /* that are named in the report of a batch */
+    TB__AGENT_MAX_COMMANDS = 64,    /* commands of a client that run */
+    TB__AGENT_MAX_THREADS = 1024,   /* commands of all clients that run; each has a thread */
+    TB__AGENT_MAX_BACKGROUND = 64,  /* background jobs that run; the others wait */
     TB__AGENT_MAX_HELD = 256 << 20, /* bytes of a client's frames in use; beyond it, nothing is read from the client */
 };
 
 typedef struct agent_job agent_job;
+typedef struct agent_session agent_session;
 typedef TB_VEC(int) tb__fds;
+
+/* Work for which no client waits: `run` without the lock, in a thread, and then `after` with it. */
+typedef struct agent_work {
+    SLIST_ENTRY(agent_work) link;
+    tb__agent *agent;
+    agent_session *session; /* that is kept until then; NULL: none */
+    void (*run)(void *arg);
+    void (*after)(void *arg); /* may free the work */
+    void *arg;
+} agent_work;
 
 /* Device memory of a client, mapped once however many batches use it. */
 typedef struct agent_memory {
@@ -42,7 +55,7 @@ typedef struct agent_memory {
 } agent_memory;
 
 /* One client's connection. */
-typedef struct agent_session {
+struct agent_session {
     tb__connection connection; /* first */
     LIST_ENTRY(agent_session) link;
     tb__agent *agent;
@@ -64,12 +77,11 @@ typedef struct agent_session {
     tb__fds new_fds;  /* ... and those of the last read, which belong to the last frame of which bytes have arrived */
     uint64_t nframes; /* so far; the next frame's `seq` */
     size_t njobs;
-    size_t nbegun;        /* among them: those that count for TB__AGENT_MAX_COMMANDS */
-    atomic_size_t nbytes; /* of their frames that are still needed */
-} agent_session;
+    size_t nbegun; /* among them: those that count for TB__AGENT_MAX_COMMANDS */
+    size_t nbytes; /* of their frames that are still needed */
+};
 
-/* A pair, shared by all clients that have asked for it. Names, index and layout do not change; `moved` is the loop's;
- * pair_lock guards the rest. */
+/* A pair, shared by all clients that have asked for it. Names, index and layout do not change. */
 typedef struct agent_pair {
     LIST_ENTRY(agent_pair) link;
     tb__agent *agent;
@@ -83,6 +95,7 @@ typedef struct agent_pair {
     } state;                /* OVER: it is in no list, but batches or requests still use it */
     tb_pair *pair;          /* NULL: it is being made, or over */
     const agent_job *maker; /* the job that makes it */
+    agent_work ending;
     size_t nbatches;        /* that use it */
     size_t nrequests;       /* jobs that wait for it, or ping its ranks */
     TB_VEC(uint64_t) users; /* sessions */
@@ -114,7 +127,7 @@ typedef struct agent_batch_pair {
     tb_pair *held;  /* a reference: the agent_pair may end before the batch */
     uint64_t round; /* the RegisterTensors that added it */
     TB_VEC(agent_area) areas;
-    size_t ntensors;       /* guarded by the batch's lock, like what follows */
+    size_t ntensors;
     uint64_t nbytes;       /* of this rank's part of them */
     tb_status status;      /* of the last transfer ... */
     char why[TB__WHY_MAX]; /* ... and its error message */
@@ -135,35 +148,33 @@ typedef struct agent_batch {
     size_t nmapped;                       /* areas of its pairs that are not mirrors */
     /* The file with the batch's mark; NULL: there is none. */
     tb__client_file *mark_file;
-    uint64_t round;                          /* the number of RegisterTensors */
-    bool is_changing;                        /* pairs are being added or removed */
-    size_t njobs;                            /* that use it */
-    agent_job *cleanup_job;                  /* the job that is answered when the batch is gone */
-    atomic_bool is_cancelled;                /* a registration or question that is under way has to end */
-    pthread_mutex_t lock;                    /* guards what follows */
-    pthread_cond_t unused;                   /* one of nusers, or is_delivering, has changed */
-    tb_batch *registering;                   /* the batch, while it or a further pair is being registered */
+    uint64_t round;           /* the number of RegisterTensors */
+    bool is_changing;         /* pairs are being added or removed */
+    size_t njobs;             /* that use it */
+    agent_job *cleanup_job;   /* the job that is answered when the batch is gone */
+    atomic_bool is_cancelled; /* a registration or question that is under way has to end */
+    tb_batch *registering;    /* the batch, while it or a further pair is being registered */
+    agent_work ending;
     bool is_ending;                          /* to be destroyed when its last job has ended */
     char devices[TB__AGENT_MAX_DEVICES][64]; /* that its tensors are on: "host", "cuda:0" */
-    bool is_busy[2];                         /* there is a job, by direction ... */
+    agent_job *busy[2];                      /* the job of a transfer, by direction; NULL: there is none ... */
     tb_transfer *transfers[2];               /* ... and its transfer, once it has begun */
     bool is_given_up[2];                     /* it has to end */
-    size_t nusers[2];                        /* other jobs that use transfers[] ... */
-    uint64_t ngroups;         /* ... and how many groups of tensors they have written to the client's memory */
-    bool is_delivering;       /* the client's memory is being written */
-    atomic_bool is_delivered; /* the client's memory has what the last receive has brought */
-    tb_transfer_state last;   /* the state of the last one that ended ... */
-    bool was_send;            /* ... and its direction */
-    uint64_t version;         /* the last that all pairs had together */
-    bool is_mixed;            /* the pairs' versions differ */
-    tb_batch_state received;  /* of receives only, as far as the client has it */
-    bool is_abandoned;        /* the client's connection has ended: its memory must not be written any more */
-    char error[TB__WHY_MAX];  /* of the last one, if it failed */
+    size_t nawaiting;                        /* jobs that wait for groups of tensors of transfers[0] ... */
+    uint64_t ngroups;                        /* ... and how many groups they have written to the client's memory */
+    bool is_delivering;                      /* the client's memory is being written */
+    bool is_delivered;                       /* the client's memory has what the last receive has brought */
+    tb_transfer_state last;                  /* the state of the last one that ended ... */
+    bool was_send;                           /* ... and its direction */
+    uint64_t version;                        /* the last that all pairs had together */
+    bool is_mixed;                           /* the pairs' versions differ */
+    tb_batch_state received;                 /* of receives only, as far as the client has it */
+    bool is_abandoned;       /* the client's connection has ended: its memory must not be written any more */
+    char error[TB__WHY_MAX]; /* of the last one, if it failed */
 } agent_batch;
 
-/* A command that is being run, or background work (`work`). */
+/* A command that is being run. */
 struct agent_job {
-    agent_job *next;
     tb__agent *agent;
     agent_session *session;
     uint64_t seq;
@@ -185,17 +196,10 @@ struct agent_job {
     size_t leaving;                   /* index of the pair that is being removed */
     int64_t *moved;                   /* bytes moved, by pair of the batch; NULL: unknown */
     unsigned told;                    /* events that were sent to the client */
+    uint64_t attempt;                 /* of a transfer that has ended; 0: it is not known */
+    atomic_bool has_progress;         /* of which the client was not told */
     TB_VEC(agent_batch *) batches;    /* Invalidate: those that may use the memory */
-    agent_job *next_raised;           /* guarded by done_lock, like what follows */
-    bool is_raised;                   /* it is in raised_jobs ... */
-    unsigned raised;                  /* ... because of these events, or TB__AGENT_BEGUN, TB__AGENT_PROGRESS */
-    uint64_t attempt;                 /* 0: not known yet */
-    tb_transfer_state now;            /* its last progress */
-    tb_status (*run)(agent_job *job); /* in a thread of its own */
-    void (*work)(void *arg);          /* instead of `run`, of background work: in the thread ... */
-    void (*after)(void *arg);         /* ... and in the loop, unless it is NULL */
-    void *arg;
-    pthread_t thread;
+    tb_status (*run)(agent_job *job); /* in a thread of its own, without the lock */
     tb_status status;
     char why[TB__WHY_MAX];
     tb__message reply;
@@ -227,30 +231,31 @@ struct tb__agent {
     atomic_uint nstops; /* calls of tb__agent_stop */
     bool is_stopping;   /* no new commands; returns when the running ones have ended ... */
     bool is_forced;     /* ... or at once */
-    uint64_t nsessions; /* so far */
+    pthread_mutex_t lock;
+    pthread_cond_t changed; /* a pair, or in a batch nawaiting or is_delivering */
+    uint64_t nsessions;     /* so far */
     LIST_HEAD(agent_sessions, agent_session) sessions;
-    pthread_mutex_t pair_lock; /* guards the pairs */
-    pthread_cond_t pairs_changed;
     LIST_HEAD(agent_pairs, agent_pair) pairs;
-    LIST_HEAD(agent_requests, agent_job) pair_requests; /* InitPairs that run; only the loop uses the list */
+    LIST_HEAD(agent_requests, agent_job) pair_requests; /* InitPairs that run */
     LIST_HEAD(agent_batches, agent_batch) batches;
     size_t njobs;
-    size_t nbegun;              /* among them: commands that wait for others */
-    size_t nbackground;         /* background jobs that run ... */
-    agent_job *background;      /* ... and those that wait */
-    pthread_mutex_t enter_lock; /* while a group is entered */
-    pthread_mutex_t done_lock;
-    agent_job *done;        /* jobs whose threads have ended */
-    agent_job *raised_jobs; /* jobs with events to send; the newest first */
+    size_t nbegun;                                  /* among them: commands that wait for others */
+    size_t nbackground;                             /* work that runs ... */
+    SLIST_HEAD(agent_works, agent_work) background; /* ... and that waits */
+    pthread_mutex_t enter_lock;                     /* while a group is entered */
     int64_t begun_ms;
-    agent_totals totals[2];      /* received and sent */
-    pthread_mutex_t report_lock; /* guards what follows: other threads ask for reports */
-    pthread_cond_t report_made;
-    uint64_t nasked, nreports; /* reports that were asked for, and how many of these have been answered ... */
-    char *report;              /* ... by this one; NULL: there was no memory for it */
+    agent_totals totals[2]; /* received and sent */
 };
 
-/* agent_session.c. The first two are the endpoint's functions. */
+static inline void tb__agent_lock(tb__agent *agent) {
+    pthread_mutex_lock(&agent->lock);
+}
+
+static inline void tb__agent_unlock(tb__agent *agent) {
+    pthread_mutex_unlock(&agent->lock);
+}
+
+/* agent_session.c. The first two are the endpoint's functions, which take the lock. */
 void tb__agent_accepted(tb__endpoint *agent, int fd, tb_status status);
 void tb__agent_session_ready(tb__connection *session, uint32_t events);
 void tb__agent_session_reply(agent_session *session, const tb__message *reply);
@@ -268,9 +273,9 @@ bool tb__agent_session_keep_fds(agent_session *session);
 
 /* agent_command.c: runs a command. Takes over the job, and answers it, now or later. */
 void tb__agent_run_command(agent_job *job);
-/* The agent's seat in a group; false: it has none. In any thread. */
+/* The agent's seat in a group; false: it has none. With the lock or without. */
 bool tb__agent_find_seat(const tb__agent *agent, const char *group, tb__membership *out);
-/* Enters a group, unless the agent has this seat. Waits for the store: in a job's thread. */
+/* Enters a group, unless the agent has this seat. A job's: it waits for the store. */
 tb_status tb__agent_enter(tb__agent *agent, const char *group, int32_t index, int32_t size);
 /* The local group of the pair of a tensor in a RegisterTensors whose pairs were found. */
 const char *tb__agent_side_of(const agent_job *job, size_t tensor);
@@ -278,7 +283,7 @@ const char *tb__agent_side_of(const agent_job *job, size_t tensor);
 tb_status tb__agent_get_batch(agent_job *job);
 tb_status tb__agent_check_registered(const agent_batch *batch); /* TB_REFUSED: it is being registered */
 void tb__agent_batch_job_ended(agent_batch *batch);             /* a job of the batch has ended */
-/* Runs in the loop when a job's thread has ended. */
+/* At the end of a job's thread. */
 void tb__agent_finish_command(agent_job *job);
 /* Ends the batches and pairs of a client that is gone. */
 void tb__agent_drop_client(tb__agent *agent, agent_session *session);
@@ -286,7 +291,7 @@ void tb__agent_drop_client(tb__agent *agent, agent_session *session);
 /* agent_transfer.c. These are the functions of commands, as agent_command.c has them. */
 tb_status tb__agent_begin_transfer(agent_job *job);
 void tb__agent_finish_transfer(agent_job *job);
-void tb__agent_send_events(agent_job *job); /* sends the events that it has raised */
+void tb__agent_send_progress(tb__agent *agent); /* of all transfers that have made some */
 tb_status tb__agent_query_status(agent_job *job);
 void tb__agent_finish_query(agent_job *job);
 tb_status tb__agent_proceed(agent_job *job);
@@ -297,7 +302,7 @@ tb_status tb__agent_await_tensors(agent_job *job);
 tb_status tb__agent_invalidate(agent_job *job);
 void tb__agent_finish_invalidate(agent_job *job);
 
-/* agent_outcome.c: the results of transfers, by pair. */
+/* agent_outcome.c: the results of transfers, by pair. The first three are a job's. */
 /* Writes to the client's memory the versions that are committed here and not delivered: of receives whose outcome was
  * unknown before. */
 tb_status tb__agent_deliver_late(agent_batch *batch);
@@ -306,12 +311,12 @@ tb_status tb__agent_deliver_late(agent_batch *batch);
  * write it. */
 tb_status tb__agent_record_end(agent_batch *batch, const tb_transfer *transfer, bool is_send, tb_status status,
                                const char *why);
+/* Writes to the client's memory what has arrived of groups of tensors up to this one. */
+tb_status tb__agent_deliver_groups(agent_batch *batch, uint32_t group);
 /* After pairs were added or removed. */
 void tb__agent_update_version(agent_batch *batch);
 /* Adds the pairs' results to the reply, in the job's arena; leaves them out if there is no memory. */
 void tb__agent_put_outcomes(agent_job *job, agent_batch *batch, tb__message *reply);
-/* Writes to the client's memory what has arrived of groups of tensors up to this one. */
-tb_status tb__agent_deliver_groups(agent_batch *batch, uint32_t group);
 /* Adds the state of a transfer to the message, of all pairs and by pair, in the job's arena; leaves it out if there is
  * no memory. `events` is what the client sees. NULL: there is none, and only what was received is told. */
 void tb__agent_put_states(agent_job *job, agent_batch *batch, const tb_transfer *transfer, unsigned events,
@@ -320,13 +325,12 @@ void tb__agent_put_states(agent_job *job, agent_batch *batch, const tb_transfer 
 tb_batch_state tb__agent_get_received(agent_batch *batch);
 /* Records the bytes moved through each pair, if there is memory for it. */
 void tb__agent_record_moved(agent_job *job, const tb_transfer *transfer);
-bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held */
+bool tb__agent_is_torn(const agent_batch *batch);
 
 /* agent_pair.c */
 tb_status tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
 tb_status tb__agent_cleanup_pair(agent_job *job);
-/* With pair_lock held. */
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name, const char *local);
 bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
 void tb__agent_pair_remove_batch(agent_pair *pair); /* a batch that had the pair has ended */
@@ -338,32 +342,31 @@ agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
 tb_status tb__agent_job_begin(agent_job *job);
 /* Counts as one of the jobs of its batch, if it has one. */
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
-/* Frees the frame. In any thread. */
+/* Frees the frame. */
 void tb__agent_job_drop_frame(agent_job *job);
 /* Ends a job: replies (a failure with tb_error_detail), posts the semaphore, frees. */
 void tb__agent_job_end(agent_job *job, tb_status status);
 void tb__agent_job_finish(agent_job *job); /* with what its thread has returned */
 /* Replies, while the job goes on. */
 void tb__agent_job_answer(agent_job *job, tb_status status);
-/* Runs `work` in a thread, then `after`, which may be NULL, in the loop; both at once if no thread can be started.
- * Waits for others if too many run. The session, which may be NULL, is kept until then. */
-void tb__agent_run_in_background(tb__agent *agent, agent_session *session, void (*work)(void *arg),
-                                 void (*after)(void *arg), void *arg);
-void tb__agent_reap_jobs(tb__agent *agent);
+/* Starts it, or has it wait if too much runs. */
+void tb__agent_run_in_background(agent_work *work);
+/* For the loop: does work for which there is no thread. */
+void tb__agent_do_waiting_work(tb__agent *agent);
 int tb__agent_job_timeout(const agent_job *job);
 
-/* agent_batch.c */
-tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
-/* Removes a pair, its tensors, and memory that only they use. In the job's thread. */
+/* agent_batch.c: all a job's. */
+tb_status tb__agent_batch_fill(agent_job *job);
+/* Removes a pair, its tensors, and memory that only they use. */
 tb_status tb__agent_batch_drop(agent_batch *batch, size_t batch_pair);
-void tb__agent_batch_empty(agent_batch *batch); /* frees tensors and memory of a batch without jobs; in any thread */
+void tb__agent_batch_empty(agent_batch *batch); /* frees tensors and memory of a batch without jobs */
 
-/* agent_memory.c: device memory of clients. In a job's thread. */
+/* agent_memory.c: device memory of clients. A job's. */
 /* Maps memory `index` of the frame, or takes another reference to it. If it can't be mapped, the reply says so. */
 tb_status tb__agent_map_memory(agent_job *job, size_t index, agent_memory **out);
 void tb__agent_unmap_memory(agent_session *session, agent_memory *memory);
 
-/* agent_mirror.c */
+/* agent_mirror.c: a job's, but the last two, for which the lock does not matter. */
 /* Finds or makes the mirror of these bytes of the client, or of its file: a reference. */
 tb_status tb__agent_get_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb__client_file *file,
                                const tb__client_maps *maps, agent_mirror **out);
@@ -378,7 +381,5 @@ bool tb__agent_has_mirrors(const agent_batch *batch);
 
 /* agent_report.c: a JSON object, to be freed by the caller; `asker` is left out of its clients. */
 tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, bool lists_tensors, char **out);
-/* Answers threads that wait in tb__agent_report. */
-void tb__agent_serve_reports(tb__agent *agent);
 
 #endif

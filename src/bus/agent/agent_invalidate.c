@@ -79,10 +79,11 @@ static void merge_spans(spans *all) {
 
 /* Copies to the client's memory that were under way have ended then; later ones fail. */
 static void await_delivery(agent_batch *b) {
-    pthread_mutex_lock(&b->lock);
+    tb__agent *agent = b->session->agent;
+    tb__agent_lock(agent);
     while (b->is_delivering)
-        pthread_cond_wait(&b->unused, &b->lock);
-    pthread_mutex_unlock(&b->lock);
+        pthread_cond_wait(&agent->changed, &agent->lock);
+    tb__agent_unlock(agent);
 }
 
 static tb_status run_invalidate(agent_job *job) {

@@ -1,5 +1,4 @@
-/* Jobs: commands that run, and background work. A job's thread only does the job's own work; the loop handles its
- * result. */
+/* Jobs: commands that run, and background work. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/log.h"
@@ -21,7 +20,7 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
         return NULL;
     }
     job->nbytes = map.nbytes;
-    atomic_fetch_add(&s->nbytes, job->nbytes);
+    s->nbytes += job->nbytes;
     job->agent = s->agent;
     job->session = s;
     job->seq = s->nframes++;
@@ -34,11 +33,9 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
 }
 
 void tb__agent_job_drop_frame(agent_job *job) {
-    if (!job->session)
-        return; /* background work has no frame */
-    size_t before = atomic_fetch_sub(&job->session->nbytes, job->nbytes);
-    if (before > TB__AGENT_MAX_HELD)
+    if (job->session->nbytes > TB__AGENT_MAX_HELD)
         tb__endpoint_wake(&job->agent->endpoint); /* the session may be read again */
+    job->session->nbytes -= job->nbytes;
     free(job->frame);
     job->frame = NULL;
     job->nbytes = 0;
@@ -49,20 +46,17 @@ int tb__agent_job_timeout(const agent_job *job) {
     return asked == 0 ? job->agent->timeout_ms : asked > INT32_MAX ? INT32_MAX : (int)asked;
 }
 
+/* After the unlock, the agent may be gone. */
 static void *job_main(void *arg) {
     agent_job *job = arg;
     tb__agent *agent = job->agent;
-    if (job->work)
-        job->work(job->arg);
-    else
-        job->status = job->run(job);
+    job->status = job->run(job);
     if (job->status != TB_OK)
         snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
-    pthread_mutex_lock(&agent->done_lock);
-    job->next = agent->done;
-    agent->done = job;
-    pthread_mutex_unlock(&agent->done_lock);
+    tb__agent_lock(agent);
+    tb__agent_finish_command(job);
     tb__endpoint_wake(&agent->endpoint);
+    tb__agent_unlock(agent);
     return NULL;
 }
 
@@ -80,12 +74,15 @@ tb_status tb__agent_job_begin(agent_job *job) {
 }
 
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
+    pthread_t thread;
     job->run = run;
     if (job->batch)
         job->batch->njobs++;
-    tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
-    if (status == TB_OK)
+    tb_status status = tb__start_thread(&thread, "tb-job", job_main, job);
+    if (status == TB_OK) {
+        pthread_detach(thread);
         return; /* the job belongs to its thread now */
+    }
     job->status = status;
     snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
     tb__agent_finish_command(job);
@@ -118,10 +115,8 @@ static void free_job(agent_job *job) {
     tb__agent_job_drop_frame(job);
     job->agent->njobs--;
     job->agent->nbegun -= job->is_begun;
-    if (job->session) {
-        job->session->njobs--;
-        job->session->nbegun -= job->is_begun;
-    }
+    job->session->njobs--;
+    job->session->nbegun -= job->is_begun;
     free(job);
 }
 
@@ -138,68 +133,60 @@ void tb__agent_job_finish(agent_job *job) {
     tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
 }
 
-static void finish_background_job(agent_job *job) {
-    if (job->after)
-        job->after(job->arg);
-    free_job(job);
+/* A copy, since `after` may free it. */
+static void finish_work(agent_work work) {
+    work.after(work.arg);
+    work.agent->njobs--;
+    if (work.session)
+        work.session->njobs--;
 }
 
-static void start_background_job(agent_job *job) {
-    if (tb__start_thread(&job->thread, "tb-background", job_main, job) == TB_OK) {
-        job->agent->nbackground++;
-        return;
-    }
-    job->work(job->arg);
-    finish_background_job(job);
+static bool start_work(tb__agent *agent);
+
+static void *work_main(void *arg) {
+    agent_work *work = arg;
+    tb__agent *agent = work->agent;
+    work->run(work->arg);
+    tb__agent_lock(agent);
+    finish_work(*work);
+    agent->nbackground--;
+    (void)start_work(agent);
+    tb__endpoint_wake(&agent->endpoint);
+    tb__agent_unlock(agent);
+    return NULL;
 }
 
-void tb__agent_run_in_background(tb__agent *agent, agent_session *s, void (*work)(void *arg), void (*after)(void *arg),
-                                 void *arg) {
-    agent_job *job = tb__calloc(1, sizeof *job);
-    if (!job) {
-        work(arg);
-        if (after)
-            after(arg);
-        return;
-    }
-    *job = (agent_job){.agent = agent, .session = s, .work = work, .after = after, .arg = arg};
+/* The next that waits. False: there is none, or too many run, or there is no thread for it. */
+static bool start_work(tb__agent *agent) {
+    agent_work *work = SLIST_FIRST(&agent->background);
+    pthread_t thread;
+    if (!work || agent->nbackground == TB__AGENT_MAX_BACKGROUND ||
+        tb__start_thread(&thread, "tb-background", work_main, work) != TB_OK)
+        return false;
+    pthread_detach(thread);
+    SLIST_REMOVE_HEAD(&agent->background, link);
+    agent->nbackground++;
+    return true;
+}
+
+void tb__agent_run_in_background(agent_work *work) {
+    tb__agent *agent = work->agent;
     agent->njobs++;
-    if (s)
-        s->njobs++;
-    if (agent->nbackground < TB__AGENT_MAX_BACKGROUND) {
-        start_background_job(job);
+    if (work->session)
+        work->session->njobs++;
+    SLIST_INSERT_HEAD(&agent->background, work, link); /* their order does not matter */
+    if (!start_work(agent))
+        tb__endpoint_wake(&agent->endpoint);
+}
+
+void tb__agent_do_waiting_work(tb__agent *agent) {
+    agent_work *work = SLIST_FIRST(&agent->background);
+    if (!work || agent->nbackground > 0 || start_work(agent))
         return;
-    }
-    job->next = agent->background; /* their order does not matter */
-    agent->background = job;
-}
-
-static void start_background_jobs(tb__agent *agent) {
-    while (agent->background && agent->nbackground < TB__AGENT_MAX_BACKGROUND) {
-        agent_job *job = agent->background;
-        agent->background = job->next;
-        start_background_job(job);
-    }
-}
-
-void tb__agent_reap_jobs(tb__agent *agent) {
-    pthread_mutex_lock(&agent->done_lock);
-    agent_job *list = agent->done, *news = agent->raised_jobs;
-    agent->done = agent->raised_jobs = NULL;
-    pthread_mutex_unlock(&agent->done_lock);
-    for (agent_job *job = news, *next; job; job = next) { /* first: some of them may have ended, too */
-        next = job->next_raised;
-        tb__agent_send_events(job);
-    }
-    for (agent_job *job = list, *next; job; job = next) {
-        next = job->next;
-        pthread_join(job->thread, NULL);
-        if (!job->work) {
-            tb__agent_finish_command(job);
-            continue;
-        }
-        agent->nbackground--;
-        finish_background_job(job);
-    }
-    start_background_jobs(agent);
+    SLIST_REMOVE_HEAD(&agent->background, link);
+    tb__agent_unlock(agent);
+    work->run(work->arg);
+    tb__agent_lock(agent);
+    finish_work(*work);
+    tb__endpoint_wake(&agent->endpoint);
 }

@@ -7,19 +7,20 @@
 
 /* Of the groups of tensors from `first` to before `last`. */
 static tb_status write_back_unless_abandoned(agent_batch *b, const tb_pair *pair, uint64_t first, uint64_t last) {
-    pthread_mutex_lock(&b->lock);
+    tb__agent *agent = b->session->agent;
+    tb__agent_lock(agent);
     bool is_abandoned = b->is_abandoned;
     while (b->is_delivering)
-        pthread_cond_wait(&b->unused, &b->lock);
+        pthread_cond_wait(&agent->changed, &agent->lock);
     b->is_delivering = !is_abandoned;
-    pthread_mutex_unlock(&b->lock);
+    tb__agent_unlock(agent);
     if (is_abandoned)
         return tb__fail(TB_LOST, "the client of batch '%.100s' is gone", b->id);
     tb_status status = tb__agent_write_mirrors(b, pair, first, last);
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(agent);
     b->is_delivering = false;
-    pthread_cond_broadcast(&b->unused);
-    pthread_mutex_unlock(&b->lock);
+    pthread_cond_broadcast(&agent->changed);
+    tb__agent_unlock(agent);
     return status;
 }
 
@@ -28,10 +29,10 @@ tb_status tb__agent_deliver_groups(agent_batch *b, uint32_t group) {
     uint64_t last = (uint64_t)group + 1;
     if (b->batch->opts.commit == TB_SHADOW || !tb__agent_has_mirrors(b))
         return TB_OK;
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(b->session->agent);
     uint64_t first = b->ngroups;
     b->ngroups = last > first ? last : first;
-    pthread_mutex_unlock(&b->lock);
+    tb__agent_unlock(b->session->agent);
     for (size_t i = 0; i < b->batch_pairs.count && first < last; i++)
         TB_TRY(write_back_unless_abandoned(b, b->batch_pairs.item[i].held, first, last));
     return TB_OK;
@@ -39,22 +40,28 @@ tb_status tb__agent_deliver_groups(agent_batch *b, uint32_t group) {
 
 /* Whether the version is delivered already: a send and a receive may both check. */
 static bool has_version(agent_batch *b, const agent_batch_pair *s, uint64_t version) {
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(b->session->agent);
     bool is_known = s->committed == version;
-    pthread_mutex_unlock(&b->lock);
+    tb__agent_unlock(b->session->agent);
     return is_known;
 }
 
 static tb_status deliver_version(agent_batch *b, agent_batch_pair *s, uint64_t version) {
     tb_status status = write_back_unless_abandoned(b, s->held, 0, UINT64_MAX);
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(b->session->agent);
     s->committed = version;
     s->is_undelivered = status != TB_OK;
     s->is_torn = s->is_undelivered;
     if (status == TB_OK)
         s->version = s->received = version;
-    pthread_mutex_unlock(&b->lock);
+    tb__agent_unlock(b->session->agent);
     return status;
+}
+
+static void update_version(agent_batch *b) {
+    tb__agent_lock(b->session->agent);
+    tb__agent_update_version(b);
+    tb__agent_unlock(b->session->agent);
 }
 
 tb_status tb__agent_deliver_late(agent_batch *b) {
@@ -72,7 +79,7 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
             snprintf(why, sizeof why, "%s", tb_error_detail());
         }
     }
-    tb__agent_update_version(b);
+    update_version(b);
     return first == TB_OK ? TB_OK : tb__fail(first, "%s", why);
 }
 
@@ -91,14 +98,14 @@ static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const 
         if (delivered != TB_OK)
             snprintf(detail, sizeof detail, "%s", tb_error_detail());
     }
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(b->session->agent);
     s->status = delivered == TB_OK ? state.status : delivered;
     snprintf(s->why, sizeof s->why, "%s", s->status == TB_OK ? "" : detail);
     if (is_send && state.version > 0)
         s->version = state.version;
     if (was_received) /* if it has failed, groups that had arrived before are in the client's memory */
         s->is_torn = is_torn || s->is_undelivered || (s->status != TB_OK && b->ngroups > 0);
-    pthread_mutex_unlock(&b->lock);
+    tb__agent_unlock(b->session->agent);
     return delivered == TB_OK ? TB_OK : tb__fail(delivered, "%s", detail);
 }
 
@@ -112,35 +119,29 @@ tb_status tb__agent_record_end(agent_batch *b, const tb_transfer *t, bool is_sen
             snprintf(detail, sizeof detail, "%s", tb_error_detail());
         }
     }
-    tb__agent_update_version(b);
+    update_version(b);
     return first == TB_OK ? TB_OK : tb__fail(first, "%s", detail);
 }
 
 void tb__agent_update_version(agent_batch *b) {
-    pthread_mutex_lock(&b->lock);
-    tb__versions versions = TB__NO_VERSIONS;
-    for (size_t i = 0; i < b->batch_pairs.count; i++)
+    tb__versions versions = TB__NO_VERSIONS, received = TB__NO_VERSIONS;
+    bool is_delivered = true;
+    for (size_t i = 0; i < b->batch_pairs.count; i++) {
         tb__versions_add(&versions, b->batch_pairs.item[i].version);
+        tb__versions_add(&received, b->batch_pairs.item[i].received);
+        is_delivered &= !b->batch_pairs.item[i].is_undelivered;
+    }
     b->is_mixed = tb__versions_differ(&versions);
     tb__versions_update_common(&versions, &b->version);
-    bool is_torn = tb__agent_is_torn(b), is_delivered = true;
-    for (size_t i = 0; i < b->batch_pairs.count; i++)
-        is_delivered &= !b->batch_pairs.item[i].is_undelivered;
-    pthread_mutex_unlock(&b->lock);
     tb_batch_state state = {.size = sizeof state};
     if (!b->batch || tb_batch_query(b->batch, &state) != TB_OK)
         return;
-    pthread_mutex_lock(&b->lock);
-    tb__versions received = TB__NO_VERSIONS;
-    for (size_t i = 0; i < b->batch_pairs.count; i++)
-        tb__versions_add(&received, b->batch_pairs.item[i].received);
     if (is_delivered)
         b->received = state;
     else
         b->received.is_mixed = tb__versions_differ(&received);
-    b->received.is_torn = state.is_torn || is_torn;
+    b->received.is_torn = state.is_torn || tb__agent_is_torn(b);
     b->received.is_in_doubt = state.is_in_doubt;
-    pthread_mutex_unlock(&b->lock);
 }
 
 /* What is mirrored is received when it was delivered. */
@@ -149,9 +150,7 @@ tb_batch_state tb__agent_get_received(agent_batch *b) {
     bool is_known = b->batch && !b->is_changing && tb_batch_query(b->batch, &now) == TB_OK;
     if (is_known && !tb__agent_has_mirrors(b))
         return now;
-    pthread_mutex_lock(&b->lock);
     state = b->received;
-    pthread_mutex_unlock(&b->lock);
     state.transfer_signal = now.transfer_signal;
     return state;
 }
@@ -190,14 +189,12 @@ void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, 
             snprintf(why, sizeof why, "%s", tb_error_detail());
         if (strcmp(s->pair->local, job->agent->group) != 0)
             p.side = s->pair->local;
-        pthread_mutex_lock(&b->lock);
         if (s->is_undelivered && s->status != TB_OK) {
             p.state.status = s->status;
             snprintf(why, sizeof why, "%s", s->why);
         }
         p.received = s->received;
         p.is_torn = s->is_torn;
-        pthread_mutex_unlock(&b->lock);
         p.state.events &= events | ~(unsigned)(TB_ARRIVED | TB_COMMITTED);
         item[i + 1].pair_name = s->pair->name;
         status = put_state(job, &p, &item[i + 1]);
@@ -216,20 +213,16 @@ bool tb__agent_is_torn(const agent_batch *b) {
 void tb__agent_put_outcomes(agent_job *job, agent_batch *b, tb__message *reply) {
     size_t n = b->batch_pairs.count;
     tb__outcome *item = tb__arena_alloc(&job->arena, n, sizeof *item);
-    char(*why)[TB__WHY_MAX] = tb__arena_alloc(&job->arena, n, sizeof *why);
-    if (!item || !why)
+    if (!item)
         return;
-    pthread_mutex_lock(&b->lock);
     for (size_t i = 0; i < n; i++) {
         const agent_batch_pair *s = &b->batch_pairs.item[i];
-        memcpy(why[i], s->why, sizeof why[i]);
         item[i] = (tb__outcome){.pair_name = s->pair->name,
                                 .status = s->status,
-                                .message = why[i],
+                                .message = s->why,
                                 .version = job->session->protocol > 1 ? s->received : s->version,
                                 .is_torn = s->is_torn};
     }
-    pthread_mutex_unlock(&b->lock);
     reply->pairs = (tb__outcomes){.count = n, .item = item};
 }
 

@@ -1,5 +1,5 @@
 /* Pairs, shared by all clients that ask for the same one. Each InitPair has a thread, which makes the pair, or waits
- * while another makes or ends it. pair_lock guards the pairs; the world's lock may be taken with it held. */
+ * while another makes or ends it. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -72,44 +72,33 @@ static void end_making(agent_pair *p) {
     p->pair = NULL;
     p->state = PAIR_OVER;
     p->users.count = 0; /* only batches still have it */
-    pthread_cond_broadcast(&p->agent->pairs_changed);
+    pthread_cond_broadcast(&p->agent->changed);
 }
 
 /* A pair that is PAIR_ENDING. Without the lock, since it may wait for the store. */
 static void destroy_pair(void *arg) {
-    agent_pair *p = arg;
-    tb__agent *agent = p->agent;
-    tb_pair_destroy(p->pair); /* batches keep references */
-    pthread_mutex_lock(&agent->pair_lock);
-    end_making(p);
-    free_if_over(p);
-    pthread_mutex_unlock(&agent->pair_lock);
+    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches keep references */
 }
 
-/* One that nobody uses, which is PAIR_ENDING from now on; NULL: there is none. */
-static agent_pair *take_unused_pair(tb__agent *agent) {
-    pthread_mutex_lock(&agent->pair_lock);
-    agent_pair *p = LIST_FIRST(&agent->pairs);
-    while (p && (p->state != PAIR_MADE || p->users.count > 0 || p->nbatches > 0 || p->nrequests > 0))
-        p = LIST_NEXT(p, link);
-    if (p)
-        p->state = PAIR_ENDING;
-    pthread_mutex_unlock(&agent->pair_lock);
-    return p;
+static void finish_ending_pair(void *arg) {
+    end_making(arg);
+    free_if_over(arg);
 }
 
-/* In the loop, without the lock. */
 static void end_unused_pairs(tb__agent *agent) {
-    for (agent_pair *p = take_unused_pair(agent); p; p = take_unused_pair(agent))
-        tb__agent_run_in_background(agent, NULL, destroy_pair, NULL, p);
+    for (agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
+        if (p->state != PAIR_MADE || p->users.count > 0 || p->nbatches > 0 || p->nrequests > 0)
+            continue;
+        p->state = PAIR_ENDING;
+        p->ending = (agent_work){.agent = agent, .run = destroy_pair, .after = finish_ending_pair, .arg = p};
+        tb__agent_run_in_background(&p->ending);
+    }
 }
 
 void tb__agent_pair_remove_batch(agent_pair *p) {
     tb__agent *agent = p->agent;
-    pthread_mutex_lock(&agent->pair_lock);
     p->nbatches--;
     free_if_over(p);
-    pthread_mutex_unlock(&agent->pair_lock);
     end_unused_pairs(agent);
 }
 
@@ -124,7 +113,6 @@ static void remove_user(agent_pair *p, const agent_session *s) {
 
 /* The client does not want the pair any more; NULL: any pair. */
 static void give_up_pair(tb__agent *agent, const agent_session *s, const char *name, const char *local) {
-    pthread_mutex_lock(&agent->pair_lock);
     for (agent_job *job = LIST_FIRST(&agent->pair_requests); job; job = LIST_NEXT(job, request_link)) {
         const tb__message *m = &job->message;
         if (job->session == s && (!name || (strcmp(m->pair_name, name) == 0 && strcmp(m->local_name, local) == 0)))
@@ -134,8 +122,7 @@ static void give_up_pair(tb__agent *agent, const agent_session *s, const char *n
         if (!name || (strcmp(p->name, name) == 0 && strcmp(p->local, local) == 0))
             remove_user(p, s);
     }
-    pthread_cond_broadcast(&agent->pairs_changed);
-    pthread_mutex_unlock(&agent->pair_lock);
+    pthread_cond_broadcast(&agent->changed);
     tb__world_wake_waiters(agent->world);
     end_unused_pairs(agent);
 }
@@ -208,7 +195,7 @@ static tb_status wait_for_pair(const agent_job *job, agent_pair *p) {
     tb_status status = TB_OK;
     p->nrequests++;
     while (p->state == (is_ending ? PAIR_ENDING : PAIR_MAKING) && !atomic_load(&job->is_cancelled) && !is_late)
-        is_late = pthread_cond_timedwait(&agent->pairs_changed, &agent->pair_lock, &deadline) != 0;
+        is_late = pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0;
     p->nrequests--;
     if (is_late) {
         char why[TB__WHY_MAX] = "an earlier one of its name is still being ended";
@@ -229,15 +216,15 @@ static tb_status make_pair(agent_job *job, int32_t index, const char *layout, bo
     if (!p)
         return TB_NO_MEMORY;
     tb_pair_opts opts = {.size = sizeof opts, .group = p->local, .timeout_ms = left_ms > 0 ? left_ms : 1};
-    pthread_mutex_unlock(&agent->pair_lock);
+    tb__agent_unlock(agent);
     tb_status status =
         tb__local_pair_create(agent->world, p->name, p->remote, tb__pair_has_layout(layout) ? layout : NULL, &opts,
                               &job->is_cancelled, &p->pair);
-    pthread_mutex_lock(&agent->pair_lock);
+    tb__agent_lock(agent);
     p->maker = NULL;
     if (status == TB_OK) {
         p->state = PAIR_MADE;
-        pthread_cond_broadcast(&agent->pairs_changed);
+        pthread_cond_broadcast(&agent->changed);
         *is_done = true;
         return add_user(p, job);
     }
@@ -257,13 +244,13 @@ static tb_status check_pair(const agent_job *job, agent_pair *p, bool *is_done) 
     tb__loop_lock(loop);
     pair->refs++;
     tb__loop_unlock(loop);
-    pthread_mutex_unlock(&agent->pair_lock);
+    tb__agent_unlock(agent);
     tb_status status = tb__pair_ping(pair, job->deadline_ms, &job->is_cancelled);
     if (status == TB_LOST && tb__pair_is_stale(pair))
         status = TB_OK; /* then it is made again */
     else if (status == TB_OK)
         *is_done = true;
-    pthread_mutex_lock(&agent->pair_lock);
+    tb__agent_lock(agent);
     tb__loop_lock(loop);
     tb__pair_unref(pair);
     tb__loop_unlock(loop);
@@ -275,7 +262,7 @@ static tb_status check_pair(const agent_job *job, agent_pair *p, bool *is_done) 
     return status;
 }
 
-/* Uses the pair, if it is there, or does what has to be done first. With the lock held. */
+/* Uses the pair, if it is there, or does what has to be done first. */
 static tb_status step_request(agent_job *job, int32_t index, const char *layout, bool *is_done) {
     tb__agent *agent = job->agent;
     const tb__message *m = &job->message;
@@ -284,9 +271,10 @@ static tb_status step_request(agent_job *job, int32_t index, const char *layout,
         return make_pair(job, index, layout, is_done);
     if (p->state == PAIR_MADE && tb__pair_is_stale(p->pair)) {
         p->state = PAIR_ENDING;
-        pthread_mutex_unlock(&agent->pair_lock);
+        tb__agent_unlock(agent);
         destroy_pair(p);
-        pthread_mutex_lock(&agent->pair_lock);
+        tb__agent_lock(agent);
+        finish_ending_pair(p);
         return TB_OK;
     }
     if (p->state == PAIR_ENDING || (p->maker && atomic_load(&p->maker->is_cancelled)))
@@ -314,10 +302,10 @@ static tb_status run_init_pair(agent_job *job) {
     bool is_done = false;
     TB_TRY(decode_pair_layout(&job->message, &layout));
     tb_status status = take_seat(job, &index);
-    pthread_mutex_lock(&agent->pair_lock);
+    tb__agent_lock(agent);
     while (status == TB_OK && !is_done && !atomic_load(&job->is_cancelled))
         status = step_request(job, index, layout, &is_done);
-    pthread_mutex_unlock(&agent->pair_lock);
+    tb__agent_unlock(agent);
     free(layout);
     if (atomic_load(&job->is_cancelled))
         return tb__fail(TB_CANCELLED, "pair '%.100s' was given up", job->message.pair_name);

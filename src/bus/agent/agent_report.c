@@ -1,5 +1,4 @@
-/* The agent's state as JSON: for Inspect, and for other threads of the process, which wait until the loop has written
- * it. */
+/* The agent's state as JSON: for Inspect, and for other threads of the process. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -89,13 +88,16 @@ static json_t *report_pair(const tb__agent *agent, const agent_pair *p) {
 
 static json_t *report_pairs(tb__agent *agent) {
     json_t *all = json_array();
-    pthread_mutex_lock(&agent->pair_lock);
     for (const agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (p->state != PAIR_ENDING) /* a thread is destroying it */
             json_array_append_new(all, report_pair(agent, p));
     }
-    pthread_mutex_unlock(&agent->pair_lock);
     return all;
+}
+
+/* NULL: it is being changed, or destroyed. */
+static const tb_batch *get_stable(const agent_batch *b) {
+    return b->is_changing || b->is_ending ? NULL : b->batch;
 }
 
 /* The last questions about the transfer_signal, and the groups' answers. */
@@ -103,7 +105,8 @@ static json_t *report_signals(const agent_batch *b) {
     enum { MOST = 16 };
     tb__signal_state signals[MOST];
     json_t *all = json_array();
-    size_t n = b->batch && !b->is_changing ? tb__batch_get_signals(b->batch, signals, MOST) : 0;
+    const tb_batch *batch = get_stable(b);
+    size_t n = batch ? tb__batch_get_signals(batch, signals, MOST) : 0;
     for (size_t i = 0; i < n; i++)
         json_array_append_new(all, json_pack("{s:o,s:I,s:b}", "group", text(signals[i].group), "question",
                                              number(signals[i].question), "transfer_signal", signals[i].answer));
@@ -112,10 +115,11 @@ static json_t *report_signals(const agent_batch *b) {
 
 /* This rank's part of each tensor. Shapes and layouts are of the whole. */
 static json_t *report_tensors(const agent_batch *b) {
-    size_t n = b->batch && !b->is_changing ? b->batch->tensors.count : 0;
+    const tb_batch *batch = get_stable(b);
+    size_t n = batch ? batch->tensors.count : 0;
     json_t *all = json_array();
     for (size_t i = 0; i < n; i++) {
-        const tb__added_tensor *t = b->batch->tensors.item[i];
+        const tb__added_tensor *t = batch->tensors.item[i];
         int64_t nbytes = 0;
         json_t *shape = json_array();
         (void)tb_shape_size(&t->binding.shape, t->binding.dtype, NULL, &nbytes);
@@ -134,12 +138,11 @@ static json_t *report_tensors(const agent_batch *b) {
 static json_t *report_batch(agent_batch *b, bool lists_tensors) {
     char why[SENTENCE] = "", devices[sizeof b->devices + 16] = "";
     json_t *pairs = json_array(), *transfers = json_array();
-    pthread_mutex_lock(&b->lock);
     for (int i = 0; i < 2; i++) {
         tb_transfer_state now = {.size = sizeof now};
         if (b->transfers[i])
             tb_transfer_query(b->transfers[i], &now);
-        if (b->is_busy[i])
+        if (b->busy[i])
             json_array_append_new(transfers, report_transfer(&now, i == 1));
     }
     for (size_t i = 0, at = 0; i < TB__AGENT_MAX_DEVICES && b->devices[i][0]; i++)
@@ -153,13 +156,13 @@ static json_t *report_batch(agent_batch *b, bool lists_tensors) {
     }
     if (b->registering)
         tb__batch_describe_wait(b->registering, why, sizeof why);
-    const char *state = b->is_ending                     ? "ending"
-                        : !b->batch || *why              ? "registering"
-                        : b->is_busy[0] && b->is_busy[1] ? "sending and receiving"
-                        : b->is_busy[1]                  ? "sending"
-                        : b->is_busy[0]                  ? "receiving"
-                        : *b->error                      ? "failed"
-                                                         : "idle";
+    const char *state = b->is_ending               ? "ending"
+                        : !b->batch || *why        ? "registering"
+                        : b->busy[0] && b->busy[1] ? "sending and receiving"
+                        : b->busy[1]               ? "sending"
+                        : b->busy[0]               ? "receiving"
+                        : *b->error                ? "failed"
+                                                   : "idle";
     json_t *last = b->last.seconds > 0 ? report_transfer(&b->last, b->was_send) : json_null();
     json_t *batch = json_pack("{s:o,s:o,s:I,s:o,s:I,s:o,s:I,s:s,s:I,s:b,s:b,s:b,s:o,s:o,s:o,s:o,s:o}", "id",
                               text(b->id), "client", text(b->session->name), "pid", (json_int_t)b->session->process.pid,
@@ -167,7 +170,6 @@ static json_t *report_batch(agent_batch *b, bool lists_tensors) {
                               number(nbytes), "state", state, "version", number(b->version), "mixed", b->is_mixed,
                               "torn", tb__agent_is_torn(b), "in_doubt", b->received.is_in_doubt, "transfers", transfers,
                               "signals", report_signals(b), "last", last, "error", text(b->error), "why", text(why));
-    pthread_mutex_unlock(&b->lock);
     if (lists_tensors)
         json_object_set_new(batch, "list", report_tensors(b));
     return batch;
@@ -253,40 +255,14 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, bo
     return *out ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for a report");
 }
 
-void tb__agent_serve_reports(tb__agent *agent) {
-    pthread_mutex_lock(&agent->report_lock);
-    uint64_t asked = agent->nasked;
-    bool is_due = asked > agent->nreports;
-    pthread_mutex_unlock(&agent->report_lock);
-    if (!is_due)
-        return;
-    char *report = NULL;
-    tb__agent_make_report(agent, NULL, false, &report);
-    pthread_mutex_lock(&agent->report_lock);
-    free(agent->report);
-    agent->report = report;
-    agent->nreports = asked;
-    pthread_cond_broadcast(&agent->report_made);
-    pthread_mutex_unlock(&agent->report_lock);
-}
-
 tb_status tb__agent_report(tb__agent *agent, int timeout_ms, char **out) {
-    struct timespec deadline = tb__time_of_ms(tb__now_ms() + timeout_ms);
-    char *copy = NULL;
-    int error = 0;
-    pthread_mutex_lock(&agent->report_lock);
-    uint64_t mine = ++agent->nasked;
-    tb__endpoint_wake(&agent->endpoint);
-    while (agent->nreports < mine && error == 0)
-        error = pthread_cond_timedwait(&agent->report_made, &agent->report_lock, &deadline);
-    bool is_there = agent->nreports >= mine;
-    if (is_there && agent->report)
-        copy = tb__strdup(agent->report);
-    pthread_mutex_unlock(&agent->report_lock);
-    if (!is_there)
-        return tb__fail(TB_TIMEOUT, "the agent's loop has not answered in %d ms", timeout_ms);
-    if (!copy)
-        return tb__fail(TB_NO_MEMORY, "no memory for a report");
-    *out = copy;
-    return TB_OK;
+    int64_t until_ms = tb__now_ms() + timeout_ms;
+    while (pthread_mutex_trylock(&agent->lock) != 0) {
+        if (tb__now_ms() >= until_ms)
+            return tb__fail(TB_TIMEOUT, "the agent's loop has not answered in %d ms", timeout_ms);
+        tb__sleep_ms(1); /* ThreadSanitizer does not know pthread_mutex_clocklock */
+    }
+    tb_status status = tb__agent_make_report(agent, NULL, false, out);
+    tb__agent_unlock(agent);
+    return status;
 }

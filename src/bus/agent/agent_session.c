@@ -19,7 +19,7 @@ enum {
 };
 
 static bool exceeds_held_limit(const agent_session *s) {
-    return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
+    return s->nbytes > TB__AGENT_MAX_HELD;
 }
 
 void tb__agent_session_watch(agent_session *s) {
@@ -36,8 +36,7 @@ static tb_status set_denial(agent_session *s, tb_status status) {
     return s->denial ? TB_OK : TB_NO_MEMORY;
 }
 
-void tb__agent_accepted(tb__endpoint *endpoint, int fd, tb_status status) {
-    tb__agent *agent = (tb__agent *)endpoint;
+static void open_session(tb__agent *agent, int fd, tb_status status) {
     agent_session *s = tb__calloc(1, sizeof *s);
     if (!s) {
         tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
@@ -54,8 +53,14 @@ void tb__agent_accepted(tb__endpoint *endpoint, int fd, tb_status status) {
     bool is_lost = status != TB_OK && set_denial(s, status) != TB_OK;
     s->connection.in.max_nbytes = TB__HELLO_MAX;
     s->deadline_ms = tb__now_ms() + (s->denial ? DENIED_MS : PATIENCE_MS);
-    if (tb__connection_open(&s->connection, endpoint, fd) != TB_OK || is_lost)
+    if (tb__connection_open(&s->connection, &agent->endpoint, fd) != TB_OK || is_lost)
         tb__agent_session_close(s);
+}
+
+void tb__agent_accepted(tb__endpoint *endpoint, int fd, tb_status status) {
+    tb__agent_lock((tb__agent *)endpoint);
+    open_session((tb__agent *)endpoint, fd, status);
+    tb__agent_unlock((tb__agent *)endpoint);
 }
 
 void tb__agent_session_free(agent_session *s) {
@@ -73,6 +78,7 @@ void tb__agent_session_close(agent_session *s) {
         return;
     s->is_gone = true;
     tb__connection_unwatch(&s->connection);
+    tb__endpoint_wake(&s->agent->endpoint);
 }
 
 static void close_fds(tb__fds *fds) {
@@ -276,8 +282,7 @@ static void receive_frames(agent_session *s) {
     }
 }
 
-void tb__agent_session_ready(tb__connection *connection, uint32_t events) {
-    agent_session *s = (agent_session *)connection;
+static void handle_events(agent_session *s, uint32_t events) {
     if (!s->is_gone && events & EPOLLOUT)
         send_replies(s);
     if (s->is_gone || !(events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
@@ -286,4 +291,12 @@ void tb__agent_session_ready(tb__connection *connection, uint32_t events) {
         tb__agent_session_close(s);
     else
         receive_frames(s);
+}
+
+void tb__agent_session_ready(tb__connection *connection, uint32_t events) {
+    agent_session *s = (agent_session *)connection;
+    tb__agent *agent = s->agent;
+    tb__agent_lock(agent);
+    handle_events(s, events);
+    tb__agent_unlock(agent);
 }

@@ -13,7 +13,7 @@ static const struct {
               {TB_DECIDED, TB__EVENT_COMMITTING},
               {TB_COMMITTED, TB__EVENT_COMMITTED}};
 
-enum { NEVENTS = sizeof events / sizeof *events };
+enum { RELEASED, ARRIVED, COMMITTING, COMMITTED, NEVENTS };
 
 static void send_event(const agent_job *job, tb__event_name name, uint64_t attempt, tb_status status, const char *why,
                        tb__entries states) {
@@ -27,73 +27,45 @@ static void send_event(const agent_job *job, tb__event_name name, uint64_t attem
     tb__agent_session_reply(job->session, &event);
 }
 
-/* Records an event in any other thread; the loop sends it. */
-static void raise_event(agent_job *job, const tb_transfer_state *state, unsigned event) {
-    tb__agent *agent = job->agent;
-    pthread_mutex_lock(&agent->done_lock);
-    job->raised |= event;
-    job->attempt = state->attempt;
-    if (event == TB__AGENT_PROGRESS)
-        job->now = *state;
-    if (!job->is_raised) {
-        job->is_raised = true;
-        job->next_raised = agent->raised_jobs;
-        agent->raised_jobs = job;
-    }
-    pthread_mutex_unlock(&agent->done_lock);
-    tb__endpoint_wake(&agent->endpoint);
-}
-
-static void raise_event_of(agent_job *job, const tb_transfer *t, unsigned event) {
+/* A job's. */
+static void tell_event(agent_job *job, const tb_transfer *t, size_t i) {
     tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
-    raise_event(job, &state, event);
+    tb__agent_lock(job->agent);
+    send_event(job, events[i].name, state.attempt, TB_OK, "", (tb__entries){0});
+    job->told |= (unsigned)events[i].event;
+    tb__agent_unlock(job->agent);
 }
 
-/* In the thread of the world's loop. */
+/* In the thread of the world's loop, with its lock. */
 static void on_progress(void *arg, const tb_transfer_state *state) {
-    raise_event(arg, state, TB__AGENT_PROGRESS);
+    agent_job *job = arg;
+    (void)state;
+    atomic_store(&job->has_progress, true);
+    tb__endpoint_wake(&job->agent->endpoint);
 }
 
-static void send_progress(agent_job *job, const tb_transfer_state *state) {
-    tb__state_payload p = {.message = "", .state = *state};
+static void send_progress(agent_job *job, const tb_transfer *t) {
+    tb__state_payload p = {.message = "", .state.size = sizeof p.state};
     tb__bytes bytes = {0};
+    tb_transfer_query(t, &p.state);
     p.state.status = TB_OK; /* how it has ended, and its events, are told when it has been delivered */
     p.state.events = 0;
     p.state.version = 0;
     if (tb__map_encode(&tb__state_schema, &p, &bytes) == TB_OK) {
         tb__entry entry = {.pair_name = "", .payload = {bytes.item, bytes.count}};
-        send_event(job, TB__EVENT_PROGRESS, state->attempt, TB_OK, "", (tb__entries){1, &entry});
+        send_event(job, TB__EVENT_PROGRESS, p.state.attempt, TB_OK, "", (tb__entries){1, &entry});
     }
     free(bytes.item);
 }
 
-/* To a client that does not wait for the end: the transfer has begun. */
-static void answer_begun(agent_job *job) {
-    tb__message reply = {.kind = TB__REPLY, .seq = job->seq, .message = ""};
-    if (!job->is_answered)
-        tb__agent_session_reply(job->session, &reply);
-    job->is_answered = true;
-}
-
-void tb__agent_send_events(agent_job *job) {
-    pthread_mutex_lock(&job->agent->done_lock);
-    unsigned raised = job->raised;
-    uint64_t attempt = job->attempt;
-    tb_transfer_state now = job->now;
-    job->is_raised = false;
-    job->raised &= ~(unsigned)TB__AGENT_PROGRESS;
-    pthread_mutex_unlock(&job->agent->done_lock);
-    if (raised & TB__AGENT_BEGUN)
-        answer_begun(job);
-    if (raised & TB__AGENT_PROGRESS)
-        send_progress(job, &now);
-    for (size_t i = 0; i < NEVENTS; i++) {
-        if (raised & ~job->told & (unsigned)events[i].event)
-            send_event(job, events[i].name, attempt, TB_OK, "",
-                       events[i].event == TB_COMMITTED ? job->reply.states : (tb__entries){0});
+void tb__agent_send_progress(tb__agent *agent) {
+    for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
+        for (int i = 0; i < 2; i++) {
+            if (b->transfers[i] && atomic_exchange(&b->busy[i]->has_progress, false))
+                send_progress(b->busy[i], b->transfers[i]);
+        }
     }
-    job->told |= raised;
 }
 
 /* Version 1 answers at once. */
@@ -104,15 +76,17 @@ static bool answers_when_begun(const agent_job *job) {
 /* Sends the last events of a transfer that has ended. If its beginning has failed, the Reply says so. */
 static void send_final_events(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
-    if (!job->message.events || (answers_when_begun(job) && !(job->raised & TB__AGENT_BEGUN)))
+    const tb__message *reply = &job->reply;
+    if (!job->message.events || (answers_when_begun(job) && !job->is_answered))
         return;
-    if (job->status == TB_OK) {
-        job->raised |= (unsigned)(is_send ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED;
-        job->attempt = job->reply.version.value;
+    if (job->status != TB_OK) {
+        send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why, reply->states);
+        return;
     }
-    tb__agent_send_events(job);
-    if (job->status != TB_OK)
-        send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why, job->reply.states);
+    size_t first = is_send ? RELEASED : ARRIVED;
+    if (!(job->told & (unsigned)events[first].event))
+        send_event(job, events[first].name, reply->version.value, TB_OK, "", (tb__entries){0});
+    send_event(job, TB__EVENT_COMMITTED, reply->version.value, TB_OK, "", reply->states);
 }
 
 /* The events from the client's point of view: mirrored memory is released as soon as it was read, and has arrived when
@@ -121,7 +95,7 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, const tb_tran
     unsigned seen = state->events;
     if (is_send && tb__agent_is_mirrored(b))
         seen |= TB_RELEASED;
-    if (!is_send && tb__agent_has_mirrors(b) && !atomic_load(&b->is_delivered)) {
+    if (!is_send && tb__agent_has_mirrors(b) && !b->is_delivered) {
         seen &= ~(unsigned)TB_COMMITTED;
         if (b->batch->opts.commit != TB_SHADOW)
             seen &= ~(unsigned)TB_ARRIVED;
@@ -152,8 +126,8 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
-/* Waits for the transfer's events in order, and raises those that the client wants. */
-static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_send) {
+/* Waits for the transfer's events in order, and tells those that the client wants. */
+static tb_status tell_events(agent_job *job, tb_transfer *t, bool is_send) {
     const agent_batch *b = job->batch;
     bool is_shadowed = b->batch->opts.commit == TB_SHADOW;
     if (!job->message.events)
@@ -161,7 +135,7 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
     if (is_send) {
         if (!tb__agent_is_mirrored(b))
             TB_TRY(tb__transfer_wait_any(t, TB_RELEASED));
-        raise_event_of(job, t, TB_RELEASED);
+        tell_event(job, t, RELEASED);
         return TB_OK;
     }
     /* If a pair has failed, not everything arrives; the others are held nevertheless. */
@@ -169,19 +143,20 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
     tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
     if (state.events & TB_ARRIVED && (is_shadowed || !tb__agent_has_mirrors(b)))
-        raise_event_of(job, t, TB_ARRIVED);
+        tell_event(job, t, ARRIVED);
     if (!job->message.hold)
         return TB_OK;
     TB_TRY(tb__transfer_wait_any(t, TB_DECIDED));
-    raise_event_of(job, t, TB_DECIDED);
+    tell_event(job, t, COMMITTING);
     return TB_OK;
 }
 
 /* Records the end, and writes the client's memory. A failure to do so counts if there was none before. */
 static void deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_status *status, char why[TB__WHY_MAX]) {
     tb_status delivered = tb__agent_record_end(b, t, is_send, *status, why);
-    if (delivered == TB_OK && !is_send)
-        atomic_store(&b->is_delivered, true);
+    tb__agent_lock(b->session->agent);
+    b->is_delivered |= delivered == TB_OK && !is_send;
+    tb__agent_unlock(b->session->agent);
     if (delivered == TB_OK || *status != TB_OK)
         return;
     *status = delivered;
@@ -192,28 +167,29 @@ static void deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_statu
 static void deliver_before_end(agent_job *job, tb_transfer *t, tb_status *status, char why[TB__WHY_MAX]) {
     deliver(job->batch, t, false, status, why);
     if (*status == TB_OK && job->message.events)
-        raise_event_of(job, t, TB_ARRIVED);
+        tell_event(job, t, ARRIVED);
     tb__transfer_delivered(t, *status, why);
 }
 
 static tb_status run_transfer(agent_job *job) {
+    tb__agent *agent = job->agent;
     agent_batch *b = job->batch;
     bool is_send = job->message.direction == TB__SEND;
     tb_transfer *t = NULL;
     tb_transfer_state state = {.size = sizeof state};
     tb_status status = begin_bus_transfer(job, is_send, &t);
-    pthread_mutex_lock(&b->lock);
+    tb__agent_lock(agent);
     b->transfers[is_send] = t;
     bool is_late = t && (b->is_ending || b->is_given_up[is_send]); /* before the transfer began */
-    pthread_mutex_unlock(&b->lock);
+    if (status == TB_OK && answers_when_begun(job))
+        tb__agent_job_answer(job, TB_OK);
+    tb__agent_unlock(agent);
     if (is_late)
         tb_cancel(t);
-    if (status == TB_OK && answers_when_begun(job))
-        raise_event_of(job, t, TB__AGENT_BEGUN);
     if (status == TB_OK && job->session->protocol == 1) /* others say when groups of tensors may come */
         tb__transfer_take_groups(t);
     if (status == TB_OK)
-        status = raise_transfer_events(job, t, is_send);
+        status = tell_events(job, t, is_send);
     char why[TB__WHY_MAX] = "";
     bool is_whole = job->message.whole_group && !is_send && tb__agent_has_mirrors(b);
     if (status == TB_OK && is_whole)
@@ -225,24 +201,27 @@ static tb_status run_transfer(agent_job *job) {
         status = tb__transfer_wait_any(t, TB_COMMITTED);
     if (status != TB_OK && !*why)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    if (is_delivered)
-        tb__agent_update_version(b);
-    else
+    if (!is_delivered)
         deliver(b, t, is_send, &status, why);
     if (t)
         tb_transfer_query(t, &state);
+    tb__agent_lock(agent);
+    if (is_delivered)
+        tb__agent_update_version(b);
     state.events = seen_by_client(b, is_send, &state);
-    pthread_mutex_lock(&b->lock);
+    job->attempt = state.attempt;
     b->last = state;
     b->was_send = is_send;
     b->transfers[is_send] = NULL;
-    while (b->nusers[is_send] > 0) /* they end soon, since the transfer has ended */
-        pthread_cond_wait(&b->unused, &b->lock);
-    pthread_mutex_unlock(&b->lock);
+    if (atomic_exchange(&job->has_progress, false))
+        send_progress(job, t);
+    while (!is_send && b->nawaiting > 0) /* they end soon, since the transfer has ended */
+        pthread_cond_wait(&agent->changed, &agent->lock);
     if (status == TB_OK)
         tb__agent_record_moved(job, t);
     if (t && job->session->protocol > 1)
         tb__agent_put_states(job, b, t, state.events, &job->reply);
+    tb__agent_unlock(agent);
     tb_transfer_destroy(t);
     if (status != TB_OK)
         return tb__fail(status, "%s", why);
@@ -270,9 +249,9 @@ static tb_status check_free(const agent_batch *b, bool is_send) {
     TB_TRY(tb__agent_check_registered(b));
     if (b->is_changing)
         return tb__fail(TB_REFUSED, "pairs are being added to batch '%.100s' or removed from it", b->id);
-    if (b->is_busy[is_send])
+    if (b->busy[is_send])
         return tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
-    if (b->is_busy[!is_send] && tb__agent_has_mirrors(b)) /* both would use one copy of the tensors */
+    if (b->busy[!is_send] && tb__agent_has_mirrors(b)) /* both would use one copy of the tensors */
         return tb__fail(TB_REFUSED,
                         "batch '%.100s' is being %s, and its tensors are copied through the agent; wait for that, or "
                         "use memory of tb_alloc",
@@ -285,15 +264,13 @@ tb_status tb__agent_begin_transfer(agent_job *job) {
     agent_batch *b = job->batch;
     TB_TRY(check_free(b, is_send));
     TB_TRY(check_modes(&job->message, b->batch));
-    b->is_busy[is_send] = true;
-    pthread_mutex_lock(&b->lock);
+    b->busy[is_send] = job;
     b->error[0] = '\0';
     b->is_given_up[is_send] = false;
     if (!is_send) {
         b->ngroups = 0;
-        atomic_store(&b->is_delivered, false);
+        b->is_delivered = false;
     }
-    pthread_mutex_unlock(&b->lock);
     if (job->message.no_wait && !answers_when_begun(job))
         tb__agent_job_answer(job, TB_OK);
     tb__agent_job_start(job, run_transfer);
@@ -325,13 +302,10 @@ static void count_transfer(const agent_job *job) {
 
 void tb__agent_finish_transfer(agent_job *job) {
     agent_batch *b = job->batch;
-    b->is_busy[job->message.direction == TB__SEND] = false;
+    b->busy[job->message.direction == TB__SEND] = NULL;
     count_transfer(job);
-    if (job->status != TB_OK) {
-        pthread_mutex_lock(&b->lock);
+    if (job->status != TB_OK)
         snprintf(b->error, sizeof b->error, "%s", job->why);
-        pthread_mutex_unlock(&b->lock);
-    }
     if (b->batch_pairs.count > 1)
         tb__agent_put_outcomes(job, b, &job->reply);
     send_final_events(job);
@@ -352,33 +326,15 @@ static tb__texts name_events(agent_job *job, unsigned seen) {
     return (tb__texts){.count = n, .item = names};
 }
 
-/* NULL: there is none. It does not end before it is returned. */
-static tb_transfer *borrow_transfer(agent_batch *b, bool is_send) {
-    pthread_mutex_lock(&b->lock);
-    tb_transfer *t = b->transfers[is_send];
-    b->nusers[is_send] += t != NULL;
-    pthread_mutex_unlock(&b->lock);
-    return t;
-}
-
-static void return_transfer(agent_batch *b, bool is_send) {
-    pthread_mutex_lock(&b->lock);
-    b->nusers[is_send]--;
-    pthread_cond_broadcast(&b->unused);
-    pthread_mutex_unlock(&b->lock);
-}
-
 /* `signal` NULL: this rank's own. */
 static void reply_status(agent_job *job, const bool *signal) {
     agent_batch *b = job->batch;
     tb__state_name asked = job->message.state_name;
     tb__message *r = &job->reply;
-    char error[TB__WHY_MAX];
     tb_batch_state received = tb__agent_get_received(b);
     tb_transfer_state state = {.size = sizeof state};
-    pthread_mutex_lock(&b->lock);
     const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
-    bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
+    bool is_busy = b->busy[0] || b->busy[1], is_send = t ? t == b->transfers[1] : b->busy[1] != NULL;
     unsigned seen = 0;
     if (t) {
         tb_transfer_query(t, &state);
@@ -387,12 +343,8 @@ static void reply_status(agent_job *job, const bool *signal) {
         state = b->last;
         seen = state.events;
     }
-    snprintf(error, sizeof error, "%s", b->error);
-    uint64_t version = b->version;
-    bool torn = tb__agent_is_torn(b), is_mixed = b->is_mixed;
-    pthread_mutex_unlock(&b->lock);
     *r = (tb__message){.state = !b->batch  ? "registering"
-                                : !is_busy ? (*error ? "failed" : "idle")
+                                : !is_busy ? (*b->error ? "failed" : "idle")
                                 : is_send  ? "sending"
                                            : "receiving"};
     if (is_asked(asked, TB__STATE_TRANSFER_SIGNAL))
@@ -409,23 +361,21 @@ static void reply_status(agent_job *job, const bool *signal) {
     }
     if (is_asked(asked, TB__STATE_VERSION)) {
         bool is_old = job->session->protocol == 1;
-        r->version = tb__some_uint(is_old ? version : received.version);
-        r->torn = tb__some_bool(is_old ? torn : received.is_torn);
-        r->mixed = tb__some_bool(is_old ? is_mixed : received.is_mixed);
+        r->version = tb__some_uint(is_old ? b->version : received.version);
+        r->torn = tb__some_bool(is_old ? tb__agent_is_torn(b) : received.is_torn);
+        r->mixed = tb__some_bool(is_old ? b->is_mixed : received.is_mixed);
         r->in_doubt = tb__some_bool(received.is_in_doubt);
         tb__agent_put_outcomes(job, b, r);
     }
     if (is_asked(asked, TB__STATE_ERROR))
-        r->error = error;
+        r->error = b->error;
     if (job->message.asked != TB__ASKED_NONE) {
         bool of_send = job->message.asked == TB__ASKED_SEND;
         tb_transfer_state now = {.size = sizeof now};
-        tb_transfer *one = borrow_transfer(b, of_send);
+        const tb_transfer *one = b->transfers[of_send];
         if (one)
             tb_transfer_query(one, &now);
         tb__agent_put_states(job, b, one, one ? seen_by_client(b, of_send, &now) : 0, r);
-        if (one)
-            return_transfer(b, of_send);
     }
     tb__agent_job_end(job, TB_OK);
 }
@@ -460,35 +410,36 @@ tb_status tb__agent_query_status(agent_job *job) {
 
 tb_status tb__agent_proceed(agent_job *job) {
     agent_batch *b = job->batch;
-    pthread_mutex_lock(&b->lock);
-    tb_status status = b->transfers[0] ? tb_proceed(b->transfers[0])
-                                       : tb__fail(TB_REFUSED, "batch '%.100s' is not being received", b->id);
-    pthread_mutex_unlock(&b->lock);
-    return status;
+    return b->transfers[0] ? tb_proceed(b->transfers[0])
+                           : tb__fail(TB_REFUSED, "batch '%.100s' is not being received", b->id);
 }
 
 /* Answered at once: the end is told by an Event. */
 tb_status tb__agent_cancel(agent_job *job) {
     agent_batch *b = job->batch;
     bool is_send = job->message.direction == TB__SEND;
-    pthread_mutex_lock(&b->lock);
     b->is_given_up[is_send] = true;
     if (b->transfers[is_send])
         tb__transfer_begin_cancel(b->transfers[is_send]);
-    pthread_mutex_unlock(&b->lock);
     return TB_OK;
 }
 
 static tb_status run_await_tensors(agent_job *job) {
     agent_batch *b = job->batch;
     uint32_t group = (uint32_t)job->message.group.value;
-    tb_transfer *t = borrow_transfer(b, false);
+    tb__agent_lock(job->agent);
+    tb_transfer *t = b->transfers[0];
+    b->nawaiting += t != NULL;
+    tb__agent_unlock(job->agent);
     if (!t)
         return tb__fail(TB_INVALID, "batch '%.100s' is not being received", b->id);
     tb_status status = tb_wait_group(t, group, tb__ms_until(job->deadline_ms));
     if (status == TB_OK)
         status = tb__agent_deliver_groups(b, group);
-    return_transfer(b, false);
+    tb__agent_lock(job->agent);
+    b->nawaiting--;
+    pthread_cond_broadcast(&job->agent->changed);
+    tb__agent_unlock(job->agent);
     return status;
 }
 
@@ -498,11 +449,8 @@ tb_status tb__agent_await_tensors(agent_job *job) {
         tb__agent_job_start(job, run_await_tensors);
         return TB_OK;
     }
-    tb_transfer *t = borrow_transfer(b, false);
-    if (t) {
-        tb__transfer_take_groups(t);
-        return_transfer(b, false);
-    }
+    if (b->transfers[0])
+        tb__transfer_take_groups(b->transfers[0]);
     tb__agent_job_end(job, TB_OK);
     return TB_OK;
 }
