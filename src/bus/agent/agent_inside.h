@@ -302,7 +302,8 @@ tb_status tb__agent_await_tensors(agent_job *job);
 tb_status tb__agent_invalidate(agent_job *job);
 void tb__agent_finish_invalidate(agent_job *job);
 
-/* agent_outcome.c: the results of transfers, by pair. The first three are a job's. */
+/* agent_outcome.c: the results of transfers, by pair. The first three are a job's, and give the lock up while they
+ * write. */
 /* Writes to the client's memory the versions that are committed here and not delivered: of receives whose outcome was
  * unknown before. */
 tb_status tb__agent_deliver_late(agent_batch *batch);

@@ -5,22 +5,19 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Of the groups of tensors from `first` to before `last`. */
+/* Of the groups of tensors from `first` to before `last`. Gives the lock up while it writes. */
 static tb_status write_back_unless_abandoned(agent_batch *b, const tb_pair *pair, uint64_t first, uint64_t last) {
     tb__agent *agent = b->session->agent;
-    tb__agent_lock(agent);
-    bool is_abandoned = b->is_abandoned;
     while (b->is_delivering)
         pthread_cond_wait(&agent->changed, &agent->lock);
-    b->is_delivering = !is_abandoned;
-    tb__agent_unlock(agent);
-    if (is_abandoned)
+    if (b->is_abandoned)
         return tb__fail(TB_LOST, "the client of batch '%.100s' is gone", b->id);
+    b->is_delivering = true;
+    tb__agent_unlock(agent);
     tb_status status = tb__agent_write_mirrors(b, pair, first, last);
     tb__agent_lock(agent);
     b->is_delivering = false;
     pthread_cond_broadcast(&agent->changed);
-    tb__agent_unlock(agent);
     return status;
 }
 
@@ -29,39 +26,21 @@ tb_status tb__agent_deliver_groups(agent_batch *b, uint32_t group) {
     uint64_t last = (uint64_t)group + 1;
     if (b->batch->opts.commit == TB_SHADOW || !tb__agent_has_mirrors(b))
         return TB_OK;
-    tb__agent_lock(b->session->agent);
     uint64_t first = b->ngroups;
     b->ngroups = last > first ? last : first;
-    tb__agent_unlock(b->session->agent);
     for (size_t i = 0; i < b->batch_pairs.count && first < last; i++)
         TB_TRY(write_back_unless_abandoned(b, b->batch_pairs.item[i].held, first, last));
     return TB_OK;
 }
 
-/* Whether the version is delivered already: a send and a receive may both check. */
-static bool has_version(agent_batch *b, const agent_batch_pair *s, uint64_t version) {
-    tb__agent_lock(b->session->agent);
-    bool is_known = s->committed == version;
-    tb__agent_unlock(b->session->agent);
-    return is_known;
-}
-
 static tb_status deliver_version(agent_batch *b, agent_batch_pair *s, uint64_t version) {
     tb_status status = write_back_unless_abandoned(b, s->held, 0, UINT64_MAX);
-    tb__agent_lock(b->session->agent);
     s->committed = version;
     s->is_undelivered = status != TB_OK;
     s->is_torn = s->is_undelivered;
     if (status == TB_OK)
         s->version = s->received = version;
-    tb__agent_unlock(b->session->agent);
     return status;
-}
-
-static void update_version(agent_batch *b) {
-    tb__agent_lock(b->session->agent);
-    tb__agent_update_version(b);
-    tb__agent_unlock(b->session->agent);
 }
 
 tb_status tb__agent_deliver_late(agent_batch *b) {
@@ -71,15 +50,15 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
     bool is_torn;
     for (size_t i = 0; i < b->batch_pairs.count; i++) {
         agent_batch_pair *s = &b->batch_pairs.item[i];
-        if (tb_batch_version(b->batch, s->held, &version, &is_torn) != TB_OK || has_version(b, s, version))
-            continue;
+        if (tb_batch_version(b->batch, s->held, &version, &is_torn) != TB_OK || s->committed == version)
+            continue; /* a send and a receive may both check */
         tb_status status = deliver_version(b, s, version);
         if (status != TB_OK && first == TB_OK) {
             first = status;
             snprintf(why, sizeof why, "%s", tb_error_detail());
         }
     }
-    update_version(b);
+    tb__agent_update_version(b);
     return first == TB_OK ? TB_OK : tb__fail(first, "%s", why);
 }
 
@@ -93,19 +72,17 @@ static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const 
     snprintf(detail, sizeof detail, "%s", has_part ? tb_error_detail() : why);
     bool was_received = !is_send && tb_batch_version(b->batch, s->held, &version, &is_torn) == TB_OK;
     tb_status delivered = TB_OK;
-    if (was_received && (state.version > 0 || !has_version(b, s, version))) {
+    if (was_received && (state.version > 0 || s->committed != version)) {
         delivered = deliver_version(b, s, version);
         if (delivered != TB_OK)
             snprintf(detail, sizeof detail, "%s", tb_error_detail());
     }
-    tb__agent_lock(b->session->agent);
     s->status = delivered == TB_OK ? state.status : delivered;
     snprintf(s->why, sizeof s->why, "%s", s->status == TB_OK ? "" : detail);
     if (is_send && state.version > 0)
         s->version = state.version;
     if (was_received) /* if it has failed, groups that had arrived before are in the client's memory */
         s->is_torn = is_torn || s->is_undelivered || (s->status != TB_OK && b->ngroups > 0);
-    tb__agent_unlock(b->session->agent);
     return delivered == TB_OK ? TB_OK : tb__fail(delivered, "%s", detail);
 }
 
@@ -119,7 +96,7 @@ tb_status tb__agent_record_end(agent_batch *b, const tb_transfer *t, bool is_sen
             snprintf(detail, sizeof detail, "%s", tb_error_detail());
         }
     }
-    update_version(b);
+    tb__agent_update_version(b);
     return first == TB_OK ? TB_OK : tb__fail(first, "%s", detail);
 }
 

@@ -122,7 +122,10 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     TB_TRY(tb__agent_read_mirrors(b)); /* also to receive: what does not arrive stays as it is */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
     tb__saved_detail why = tb__save_detail();
-    TB_TRY(tb__agent_deliver_late(b));
+    tb__agent_lock(job->agent);
+    tb_status delivered = tb__agent_deliver_late(b);
+    tb__agent_unlock(job->agent);
+    TB_TRY(delivered);
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
@@ -154,9 +157,7 @@ static tb_status tell_events(agent_job *job, tb_transfer *t, bool is_send) {
 /* Records the end, and writes the client's memory. A failure to do so counts if there was none before. */
 static void deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_status *status, char why[TB__WHY_MAX]) {
     tb_status delivered = tb__agent_record_end(b, t, is_send, *status, why);
-    tb__agent_lock(b->session->agent);
     b->is_delivered |= delivered == TB_OK && !is_send;
-    tb__agent_unlock(b->session->agent);
     if (delivered == TB_OK || *status != TB_OK)
         return;
     *status = delivered;
@@ -165,7 +166,9 @@ static void deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_statu
 
 /* With whole_group, the other ranks wait until the client's memory is written. */
 static void deliver_before_end(agent_job *job, tb_transfer *t, tb_status *status, char why[TB__WHY_MAX]) {
+    tb__agent_lock(job->agent);
     deliver(job->batch, t, false, status, why);
+    tb__agent_unlock(job->agent);
     if (*status == TB_OK && job->message.events)
         tell_event(job, t, ARRIVED);
     tb__transfer_delivered(t, *status, why);
@@ -201,13 +204,13 @@ static tb_status run_transfer(agent_job *job) {
         status = tb__transfer_wait_any(t, TB_COMMITTED);
     if (status != TB_OK && !*why)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    if (!is_delivered)
-        deliver(b, t, is_send, &status, why);
-    if (t)
-        tb_transfer_query(t, &state);
     tb__agent_lock(agent);
     if (is_delivered)
         tb__agent_update_version(b);
+    else
+        deliver(b, t, is_send, &status, why);
+    if (t)
+        tb_transfer_query(t, &state);
     state.events = seen_by_client(b, is_send, &state);
     job->attempt = state.attempt;
     b->last = state;
@@ -434,9 +437,9 @@ static tb_status run_await_tensors(agent_job *job) {
     if (!t)
         return tb__fail(TB_INVALID, "batch '%.100s' is not being received", b->id);
     tb_status status = tb_wait_group(t, group, tb__ms_until(job->deadline_ms));
+    tb__agent_lock(job->agent);
     if (status == TB_OK)
         status = tb__agent_deliver_groups(b, group);
-    tb__agent_lock(job->agent);
     b->nawaiting--;
     pthread_cond_broadcast(&job->agent->changed);
     tb__agent_unlock(job->agent);
