@@ -109,14 +109,21 @@ tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) 
     return tb__ops_of(world)->world_invalidate(world, base, nbytes);
 }
 
-void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
-    *hits = *misses = 0;
+static tb__plans_state get_plans(const tb_world *world) {
+    tb__plans_state state = {0};
     if (check_owner(world, "world") == TB_OK)
-        tb__ops_of(world)->world_plan_counters(world, hits, misses);
+        tb__ops_of(world)->world_plans(world, &state);
+    return state;
+}
+
+void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
+    tb__plans_state state = get_plans(world);
+    *hits = state.hits;
+    *misses = state.misses;
 }
 
 uint64_t tb_world_plan_bytes(const tb_world *world) {
-    return check_owner(world, "world") == TB_OK ? tb__ops_of(world)->world_plan_bytes(world) : 0;
+    return get_plans(world).nbytes;
 }
 
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,

@@ -14,6 +14,13 @@
 
 #include <stdatomic.h>
 
+/* Of the caches of a world, or its agent's. */
+typedef struct tb__plans_state {
+    size_t kept;          /* plans of models */
+    size_t nbytes, limit; /* of them, and of the plans of single tensors */
+    uint64_t hits, misses, evicted;
+} tb__plans_state;
+
 /* The type, name and parameters of each. */
 #define TB__BUS_OPS(OP)                                                                                                \
     OP(tb_status, world_enter, (tb_world * world, const char *group, int32_t index, int32_t size))                     \
@@ -26,8 +33,7 @@
     OP(int, world_fd, (const tb_world *world))                                                                         \
     OP(tb_status, world_progress, (tb_world * world))                                                                  \
     OP(tb_status, world_invalidate, (tb_world * world, const void *base, size_t nbytes))                               \
-    OP(void, world_plan_counters, (const tb_world *world, uint64_t *hits, uint64_t *misses))                           \
-    OP(uint64_t, world_plan_bytes, (const tb_world *world))                                                            \
+    OP(void, world_plans, (const tb_world *world, tb__plans_state *out))                                               \
     /* Those with `cancelled`, which may be NULL, fail with TB_CANCELLED once it is set and `wake` was called. */      \
     OP(tb_status, pair_create,                                                                                         \
        (tb_world * world, const char *name, const char *remote_group, const char *layout, const tb_pair_opts *opts,    \

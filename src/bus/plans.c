@@ -181,7 +181,7 @@ void tb__plans_fini(tb__plans *plans) {
     free(plans->kept.item);
 }
 
-void tb__plans_query(const tb_world *world, tb__plans_state *out) {
+void tb__local_world_plans(const tb_world *world, tb__plans_state *out) {
     tb__loop_lock(world->loop);
     const tb__plans *plans = &world->plans;
     *out = (tb__plans_state){.kept = plans->kept.count,
@@ -191,17 +191,4 @@ void tb__plans_query(const tb_world *world, tb__plans_state *out) {
                              .misses = plans->misses,
                              .evicted = plans->evicted};
     tb__loop_unlock(world->loop);
-}
-
-uint64_t tb__local_world_plan_bytes(const tb_world *world) {
-    tb__plans_state state;
-    tb__plans_query(world, &state);
-    return state.nbytes;
-}
-
-void tb__local_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
-    tb__plans_state state;
-    tb__plans_query(world, &state);
-    *hits = state.hits;
-    *misses = state.misses;
 }

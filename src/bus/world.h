@@ -41,12 +41,6 @@ typedef struct tb__plans {
     uint64_t clock, hits, misses, evicted;
 } tb__plans;
 
-typedef struct tb__plans_state {
-    size_t kept;          /* plans of models */
-    size_t nbytes, limit; /* of them, and of the plans of single tensors */
-    uint64_t hits, misses, evicted;
-} tb__plans_state;
-
 enum { TB__LEAST_STAGING = 64 << 10 }; /* staging_bytes of any rank */
 
 /* A batch or copy service with tensors in the program's memory. */
@@ -144,7 +138,6 @@ bool tb__binding_overlaps(const tb_binding *binding, uintptr_t first, uintptr_t 
  * lock held. */
 tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
 void tb__plans_fini(tb__plans *plans);
-void tb__plans_query(const tb_world *world, tb__plans_state *out); /* without the lock */
 
 /* The layout of a pair that was made without one: seat i sends to seat i, and each seat's tensors are its own. They are
  * planned as tensors that only this seat has. Names of other seats' tensors do not matter: tensor 'w' of seat 2 is

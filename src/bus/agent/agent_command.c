@@ -287,7 +287,7 @@ static tb_status begin_cleanup(agent_job *job) {
 static tb_status reply_report(agent_job *job) {
     tb__plans_state plans;
     TB_TRY(tb__agent_make_report(job->agent, job->session, job->message.lists_tensors, &job->text));
-    tb__plans_query(job->agent->world, &plans);
+    tb__local_world_plans(job->agent->world, &plans);
     job->reply = (tb__message){.report = {(const uint8_t *)job->text, strlen(job->text)},
                                .plan_hits = tb__some_uint(plans.hits),
                                .plan_misses = tb__some_uint(plans.misses),

@@ -238,30 +238,14 @@ tb_status tb__remote_world_invalidate(tb_world *world, const void *base, size_t 
     return TB_OK;
 }
 
-static void remote_plans(const tb_world *world, uint64_t *hits, uint64_t *misses, uint64_t *nbytes) {
-    remote_world *w = (remote_world *)(uintptr_t)world;
+void tb__remote_world_plans(const tb_world *world, tb__plans_state *out) {
     tb__message m = {.kind = TB__INSPECT};
     tb__link_reply *reply = NULL;
-    *hits = *misses = *nbytes = 0;
-    if (call(w, &m, 0, "said what it does", &reply) != TB_OK) {
-        tb__link_reply_free(reply);
-        return;
-    }
-    *hits = reply->message.plan_hits.value;
-    *misses = reply->message.plan_misses.value;
-    *nbytes = reply->message.plan_bytes.value;
+    if (call((remote_world *)(uintptr_t)world, &m, 0, "said what it does", &reply) == TB_OK)
+        *out = (tb__plans_state){.hits = reply->message.plan_hits.value,
+                                 .misses = reply->message.plan_misses.value,
+                                 .nbytes = reply->message.plan_bytes.value};
     tb__link_reply_free(reply);
-}
-
-void tb__remote_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
-    uint64_t unused;
-    remote_plans(world, hits, misses, &unused);
-}
-
-uint64_t tb__remote_world_plan_bytes(const tb_world *world) {
-    uint64_t hits, misses, nbytes;
-    remote_plans(world, &hits, &misses, &nbytes);
-    return nbytes;
 }
 
 static void free_pair(remote_pair *p) {
