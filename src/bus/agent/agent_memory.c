@@ -58,8 +58,8 @@ void tb__agent_unmap_memory(agent_session *s, agent_memory *memory) {
 }
 
 static tb_status map_memory(agent_job *job, const tb__entry *entry, agent_memory **out) {
-    tb__device_memory m;
-    TB_TRY(tb__device_memory_decode(entry->payload, &job->arena, &m));
+    tb__device_memory m = {0};
+    TB_TRY(tb__map_decode(&tb__device_memory_schema, entry->payload, &job->arena, &m));
     pthread_mutex_lock(&job->session->process_lock);
     tb_status status = find_memory(job, entry->pair_name, &m, out);
     pthread_mutex_unlock(&job->session->process_lock);

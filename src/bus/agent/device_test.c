@@ -266,14 +266,14 @@ static void send_wrong_memory(rank *r) {
         check(raw_call(&x, &pair).status == TB_OK);
         tb__message reply = register_one(&x, &at, NULL, 0);
         check(reply.status == TB_INVALID && strstr(reply.message, "its memory is number 0, but 0 came"));
-        check_ok(tb__device_memory_encode(&m, &payload));
+        check_ok(tb__map_encode(&tb__device_memory_schema, &m, &payload));
         tb__entry entry = {"slow", {payload.item, payload.count}};
         reply = register_one(&x, &at, &entry, 1);
         check(reply.status == TB_REFUSED && reply.unmapped.value);
         check(strstr(reply.message, "has 1 descriptors from 0 on, but 0 came"));
         payload.count = 0;
         m.nfds = 0;
-        check_ok(tb__device_memory_encode(&m, &payload));
+        check_ok(tb__map_encode(&tb__device_memory_schema, &m, &payload));
         entry.payload.nbytes = payload.count;
         entry.payload.data = payload.item;
         reply = register_one(&x, &at, &entry, 1);

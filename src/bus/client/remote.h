@@ -172,7 +172,8 @@ tb_status tb__remote_start_thread(remote_world *world);
 /* remote_batch.c */
 /* Describes host memory of this process for the agent: a file and an offset, or an address. */
 tb_status tb__remote_describe_host(remote_frame *frame, const void *at, size_t nbytes, tb__payload_memory *out);
-void tb__remote_batch_unref(remote_batch *batch); /* without the lock */
+void tb__remote_batch_unref(remote_batch *batch);                       /* without the lock */
+bool tb__remote_batch_has(const remote_batch *batch, const char *pair); /* whether the agent has it there */
 tb_status tb__remote_register_locked(remote_batch *batch, int timeout_ms);
 /* Sets tb__link_cancelled, if that is not NULL; to be reset after the wait. With the lock held. */
 tb_status tb__remote_begin_cancellable(remote_world *world, const atomic_bool *cancelled);

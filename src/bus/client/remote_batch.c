@@ -191,8 +191,7 @@ static tb_status encode_tensor(remote_batch *b, remote_tensor *t, remote_frame *
     return status;
 }
 
-/* Whether the agent has the pair in this batch. */
-static bool has_pair(const remote_batch *b, const char *pair) {
+bool tb__remote_batch_has(const remote_batch *b, const char *pair) {
     for (size_t i = 0; i < b->nregistered; i++) {
         if (strcmp(b->tensors.item[i].pair->name, pair) == 0)
             return true;
@@ -210,7 +209,7 @@ static tb_status check_idle(const remote_batch *b) {
 static tb_status check_add(const remote_batch *b, const remote_pair *pair) {
     if (pair->world != b->world)
         return tb__fail(TB_INVALID, "pair '%s' is of another world", pair->name);
-    if (has_pair(b, pair->name))
+    if (tb__remote_batch_has(b, pair->name))
         return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", b->name);
     return check_idle(b);
 }
@@ -408,7 +407,7 @@ tb_status tb__remote_batch_remove_pair(tb_batch *batch, tb_pair *removed) {
     remote_batch *b = (remote_batch *)batch;
     const char *pair = ((remote_pair *)removed)->name;
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name, .pair_name = pair};
-    bool is_there = has_pair(b, pair), is_new = false;
+    bool is_there = tb__remote_batch_has(b, pair), is_new = false;
     for (size_t i = b->nregistered; i < b->tensors.count; i++)
         is_new |= strcmp(b->tensors.item[i].pair->name, pair) == 0;
     if (!is_there && !is_new)

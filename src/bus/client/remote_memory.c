@@ -134,7 +134,7 @@ static tb_status share_memory(const remote_memory *m, remote_frame *f, tb__bytes
                                   .fd = key.fds.count ? f->fds.count + all->fds.count : 0,
                                   .nfds = key.fds.count,
                                   .key = {key.bytes.data, key.bytes.count}};
-        status = tb__device_memory_encode(&what, payload);
+        status = tb__map_encode(&tb__device_memory_schema, &what, payload);
     }
     for (size_t i = 0; i < key.fds.count && status == TB_OK; i++)
         all->fds.item[all->fds.count++] = key.fds.item[i];

@@ -264,14 +264,6 @@ static remote_part *find_part(const remote_transfer *t, const remote_pair *pair)
     return NULL;
 }
 
-static bool has_pair(const remote_batch *b, const remote_pair *pair) {
-    for (size_t i = 0; i < b->nregistered; i++) {
-        if (strcmp(b->tensors.item[i].pair->name, pair->name) == 0)
-            return true;
-    }
-    return false;
-}
-
 tb_status tb__remote_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
     remote_batch *b = (remote_batch *)batch;
     const remote_pair *p = (const remote_pair *)pair;
@@ -279,8 +271,9 @@ tb_status tb__remote_batch_version(tb_batch *batch, const tb_pair *pair, uint64_
     remote_transfer read = {.batch = b};
     if (b->transfers[0])
         (void)tb__remote_deliver(b->transfers[0]);
-    tb_status status = has_pair(b, p) ? tb__remote_query(b, TB__STATE_VERSION, TB__ASKED_RECV, &reply)
-                                      : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", p->name, b->name);
+    tb_status status = tb__remote_batch_has(b, p->name)
+                           ? tb__remote_query(b, TB__STATE_VERSION, TB__ASKED_RECV, &reply)
+                           : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", p->name, b->name);
     if (reply)
         tb__remote_read_states(&read, &reply->message.states);
     const remote_part *part = find_part(&read, p);
@@ -333,7 +326,7 @@ tb_status tb__remote_transfer_pair(const tb_transfer *transfer, const tb_pair *p
         status = TB_OK;
         if (out->status != TB_OK)
             tb__set_detail("%s", part->why);
-    } else if (t->has_ended && t->status != TB_OK && has_pair(t->batch, p)) { /* the agent is gone */
+    } else if (t->has_ended && t->status != TB_OK && tb__remote_batch_has(t->batch, p->name)) { /* the agent is gone */
         *out = (tb_transfer_state){.status = t->status};
         status = TB_OK;
         tb__set_detail("%s", t->why);

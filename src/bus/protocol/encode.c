@@ -14,7 +14,7 @@ typedef struct writer {
 } writer;
 
 /* The packer's own errors are of no interest: it fails where this does, and then the sentence is set. */
-static int append_packed(void *data, const char *bytes, size_t nbytes) {
+int tb__append_packed(void *data, const char *bytes, size_t nbytes) {
     tb__bytes *out = data;
     if (!tb__vec_reserve(out, nbytes))
         return -1;
@@ -164,7 +164,7 @@ static tb_status put_bin(writer *w, tb__blob bytes) {
 static tb_status put_value(writer *w, tb__blob value) {
     if (value.nbytes == 0)
         return tb__fail(TB_INVALID, "%s: %s is not set", w->map, w->field->name);
-    return packer_status(append_packed(w->packer.data, (const char *)value.data, value.nbytes));
+    return packer_status(tb__append_packed(w->packer.data, (const char *)value.data, value.nbytes));
 }
 
 static tb_status put_list(writer *w, const tb__list *list, const void *at);
@@ -257,7 +257,7 @@ static tb_status put_map(writer *w, const tb__schema *schema, const void *from) 
 tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out) {
     size_t start = out->count;
     writer w = {.map = schema->name};
-    msgpack_packer_init(&w.packer, out, append_packed);
+    msgpack_packer_init(&w.packer, out, tb__append_packed);
     tb_status status = put_map(&w, schema, from);
     if (status != TB_OK)
         out->count = start;

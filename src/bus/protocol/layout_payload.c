@@ -38,15 +38,6 @@ tb_status tb__mesh_encode(const tb_layout *layout, tb__bytes *out) {
     return status;
 }
 
-static int append_payload(void *data, const char *bytes, size_t nbytes) {
-    tb__bytes *out = data;
-    if (!tb__vec_reserve(out, nbytes))
-        return -1;
-    memcpy(out->item + out->count, bytes, nbytes);
-    out->count += nbytes;
-    return 0;
-}
-
 static int pack_text(msgpack_packer *packer, const char *text) {
     return msgpack_pack_str_with_body(packer, text, strlen(text));
 }
@@ -87,7 +78,7 @@ static int put_placement(msgpack_packer *packer, const tb_placement *place) {
 tb_status tb__placements_encode(const tb_layout *layout, tb__bytes *out) {
     size_t start = out->count;
     msgpack_packer packer;
-    msgpack_packer_init(&packer, out, append_payload);
+    msgpack_packer_init(&packer, out, tb__append_packed);
     int failed = msgpack_pack_array(&packer, (size_t)layout->ndim);
     for (int m = 0; m < layout->ndim && !failed; m++)
         failed = put_placement(&packer, &layout->place[m]);

@@ -258,7 +258,7 @@ static void test_tensors(void **state) {
     expect_payload("A tensor", &memory);
     memory.count = 0;
     tb__device_memory device = {.id = 3, .fd = 2, .nfds = 1, .key = {(const uint8_t *)"\x01\x02\x03\x04", 4}};
-    assert_int_equal(tb__device_memory_encode(&device, &memory), TB_OK);
+    assert_int_equal(tb__map_encode(&tb__device_memory_schema, &device, &memory), TB_OK);
     expect_payload("Device memory", &memory);
     memory.count = 0;
     tb__state_payload all = {.message = "",

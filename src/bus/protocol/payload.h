@@ -54,9 +54,6 @@ typedef struct tb__device_memory {
     tb__blob key;      /* the device's */
 } tb__device_memory;
 
-tb_status tb__device_memory_encode(const tb__device_memory *memory, tb__bytes *out);
-tb_status tb__device_memory_decode(tb__blob payload, tb__arena *arena, tb__device_memory *out);
-
 /* A tensor as a client has it; the members mean what those of tb_tensor do. */
 typedef struct tb__tensor_payload {
     const char *name;

@@ -248,12 +248,3 @@ tb_status tb__tensor_decode(tb__blob payload, const tb_layout *pair, tb__arena *
     *out = t;
     return TB_OK;
 }
-
-tb_status tb__device_memory_encode(const tb__device_memory *memory, tb__bytes *out) {
-    return tb__map_encode(&tb__device_memory_schema, memory, out);
-}
-
-tb_status tb__device_memory_decode(tb__blob payload, tb__arena *arena, tb__device_memory *out) {
-    *out = (tb__device_memory){0};
-    return tb__map_decode(&tb__device_memory_schema, payload, arena, out);
-}
