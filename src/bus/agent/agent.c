@@ -80,9 +80,9 @@ static int64_t close_expired_sessions(tb__agent *agent) {
     return next;
 }
 
-/* Releases sessions that are gone, and frees those without jobs. Releasing one may close another, because a reply to it
- * fails. */
-static void release_sessions(tb__agent *agent) {
+/* Releases sessions that are gone, frees those without jobs, and sends what the others are told. Releasing one may
+ * close another, because a reply to it fails. */
+static void serve_sessions(tb__agent *agent) {
     agent_session *s, *next;
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
         next = LIST_NEXT(s, link);
@@ -96,7 +96,7 @@ static void release_sessions(tb__agent *agent) {
         if (s->has_released && s->njobs == 0)
             tb__agent_session_free(s);
         else
-            tb__agent_session_watch(s);
+            tb__agent_session_flush(s);
     }
 }
 
@@ -114,7 +114,7 @@ static void check_stop(tb__agent *agent) {
 /* Sleeps, handles what has happened, and does what is due. */
 static void step_agent(tb__agent *agent) {
     int64_t next_ms = close_expired_sessions(agent);
-    release_sessions(agent);
+    serve_sessions(agent);
     tb__agent_unlock(agent);
     bool is_woken = tb__endpoint_step(&agent->endpoint, next_ms);
     tb__agent_lock(agent);
@@ -129,6 +129,7 @@ void tb__agent_run(tb__agent *agent) {
     tb__agent_lock(agent);
     while (!agent->is_forced && (!agent->is_stopping || agent->njobs > 0))
         step_agent(agent);
+    serve_sessions(agent); /* what the last jobs have told */
     tb__agent_unlock(agent);
 }
 
@@ -141,11 +142,13 @@ void tb__agent_destroy(tb__agent *agent) {
         tb__endpoint_stop(&agent->endpoint);
     for (s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link))
         tb__agent_session_close(s);
-    release_sessions(agent);
+    serve_sessions(agent);
     while (agent->njobs > 0) /* jobs of closed sessions give up, and have deadlines */
         step_agent(agent);
-    release_sessions(agent);
+    serve_sessions(agent);
     tb__agent_unlock(agent);
+    while (atomic_load(&agent->nthreads) > 0) /* they have nothing to do any more */
+        tb__sleep_ms(1);
     tb_world_destroy(agent->world);
     tb__endpoint_close(&agent->endpoint);
     pthread_mutex_destroy(&agent->lock);

@@ -240,6 +240,7 @@ struct tb__agent {
     LIST_HEAD(agent_batches, agent_batch) batches;
     size_t njobs;
     size_t nbegun;                                  /* among them: commands that wait for others */
+    atomic_size_t nthreads;                         /* of jobs and background work */
     size_t nbackground;                             /* work that runs ... */
     SLIST_HEAD(agent_works, agent_work) background; /* ... and that waits */
     pthread_mutex_t enter_lock;                     /* while a group is entered */
@@ -258,15 +259,14 @@ static inline void tb__agent_unlock(tb__agent *agent) {
 /* agent_session.c. The first two are the endpoint's functions, which take the lock. */
 void tb__agent_accepted(tb__endpoint *agent, int fd, tb_status status);
 void tb__agent_session_ready(tb__connection *session, uint32_t events);
-void tb__agent_session_reply(agent_session *session, const tb__message *reply);
+void tb__agent_session_reply(agent_session *session, const tb__message *reply); /* for the loop to send */
+void tb__agent_session_flush(agent_session *session); /* sends what can be sent, and updates what epoll watches */
 /* Stops reading, and closes the connection when all replies are sent. */
 void tb__agent_session_close_when_sent(agent_session *session);
 /* Marks it as gone. The loop releases it later, since the caller may be using the session's objects. */
 void tb__agent_session_close(agent_session *session);
 void tb__agent_session_release(agent_session *session);
 void tb__agent_session_free(agent_session *session); /* after its release, when it has no jobs */
-/* Updates the events that epoll watches. */
-void tb__agent_session_watch(agent_session *session);
 
 /* The descriptors of the last read belong to the next frame. False: no memory. */
 bool tb__agent_session_keep_fds(agent_session *session);

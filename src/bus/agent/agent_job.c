@@ -46,7 +46,24 @@ int tb__agent_job_timeout(const agent_job *job) {
     return asked == 0 ? job->agent->timeout_ms : asked > INT32_MAX ? INT32_MAX : (int)asked;
 }
 
-/* After the unlock, the agent may be gone. */
+/* The thread has given the lock back; the agent may be gone after this. */
+static void end_thread(tb__agent *agent) {
+    tb__endpoint_wake(&agent->endpoint);
+    atomic_fetch_sub(&agent->nthreads, 1);
+}
+
+/* Its thread ends by end_thread. */
+static tb_status start_thread(tb__agent *agent, void *(*run)(void *arg), void *arg) {
+    pthread_t thread;
+    atomic_fetch_add(&agent->nthreads, 1);
+    tb_status status = tb__start_thread(&thread, "tb-job", run, arg);
+    if (status == TB_OK)
+        pthread_detach(thread);
+    else
+        atomic_fetch_sub(&agent->nthreads, 1);
+    return status;
+}
+
 static void *job_main(void *arg) {
     agent_job *job = arg;
     tb__agent *agent = job->agent;
@@ -55,8 +72,8 @@ static void *job_main(void *arg) {
         snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
     tb__agent_lock(agent);
     tb__agent_finish_command(job);
-    tb__endpoint_wake(&agent->endpoint);
     tb__agent_unlock(agent);
+    end_thread(agent);
     return NULL;
 }
 
@@ -74,15 +91,12 @@ tb_status tb__agent_job_begin(agent_job *job) {
 }
 
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
-    pthread_t thread;
     job->run = run;
     if (job->batch)
         job->batch->njobs++;
-    tb_status status = tb__start_thread(&thread, "tb-job", job_main, job);
-    if (status == TB_OK) {
-        pthread_detach(thread);
+    tb_status status = start_thread(job->agent, job_main, job);
+    if (status == TB_OK)
         return; /* the job belongs to its thread now */
-    }
     job->status = status;
     snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
     tb__agent_finish_command(job);
@@ -151,19 +165,16 @@ static void *work_main(void *arg) {
     finish_work(*work);
     agent->nbackground--;
     (void)start_work(agent);
-    tb__endpoint_wake(&agent->endpoint);
     tb__agent_unlock(agent);
+    end_thread(agent);
     return NULL;
 }
 
 /* The next that waits. False: there is none, or too many run, or there is no thread for it. */
 static bool start_work(tb__agent *agent) {
     agent_work *work = SLIST_FIRST(&agent->background);
-    pthread_t thread;
-    if (!work || agent->nbackground == TB__AGENT_MAX_BACKGROUND ||
-        tb__start_thread(&thread, "tb-background", work_main, work) != TB_OK)
+    if (!work || agent->nbackground == TB__AGENT_MAX_BACKGROUND || start_thread(agent, work_main, work) != TB_OK)
         return false;
-    pthread_detach(thread);
     SLIST_REMOVE_HEAD(&agent->background, link);
     agent->nbackground++;
     return true;

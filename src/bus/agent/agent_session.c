@@ -22,7 +22,8 @@ static bool exceeds_held_limit(const agent_session *s) {
     return s->nbytes > TB__AGENT_MAX_HELD;
 }
 
-void tb__agent_session_watch(agent_session *s) {
+/* Updates the events that epoll watches. */
+static void watch(agent_session *s) {
     bool is_busy = tb__connection_unsent(&s->connection) > BUSY_BYTES || exceeds_held_limit(s);
     if (!s->is_gone && !tb__connection_watch(&s->connection, !s->is_closing && !is_busy))
         tb__agent_session_close(s);
@@ -95,12 +96,12 @@ void tb__agent_session_release(agent_session *s) {
     tb__agent_drop_client(s->agent, s);
 }
 
-static void send_replies(agent_session *s) {
+void tb__agent_session_flush(agent_session *s) {
     if (s->is_gone)
         return;
     bool is_whole = tb__connection_send(&s->connection);
     if (is_whole && !(s->is_closing && tb__connection_unsent(&s->connection) == 0))
-        tb__agent_session_watch(s);
+        watch(s);
     else
         tb__agent_session_close(s);
 }
@@ -112,9 +113,7 @@ void tb__agent_session_reply(agent_session *s, const tb__message *reply) {
     if (status != TB_OK) {
         tb__log(TB_LOG_ERROR, "agent: a reply could not be made: %s", tb_error_detail());
         tb__agent_session_close(s);
-        return;
     }
-    send_replies(s);
 }
 
 void tb__agent_session_close_when_sent(agent_session *s) {
@@ -122,7 +121,6 @@ void tb__agent_session_close_when_sent(agent_session *s) {
         return;
     s->is_closing = true;
     s->deadline_ms = tb__now_ms() + PATIENCE_MS;
-    send_replies(s);
 }
 
 /* A frame that can't be read: replies, and closes the connection. */
@@ -284,7 +282,7 @@ static void receive_frames(agent_session *s) {
 
 static void handle_events(agent_session *s, uint32_t events) {
     if (!s->is_gone && events & EPOLLOUT)
-        send_replies(s);
+        tb__agent_session_flush(s);
     if (s->is_gone || !(events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
         return;
     if (s->is_closing || !(events & EPOLLIN)) /* the connection has ended, which epoll would report again and again */

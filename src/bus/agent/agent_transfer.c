@@ -35,6 +35,7 @@ static void tell_event(agent_job *job, const tb_transfer *t, size_t i) {
     send_event(job, events[i].name, state.attempt, TB_OK, "", (tb__entries){0});
     job->told |= (unsigned)events[i].event;
     tb__agent_unlock(job->agent);
+    tb__endpoint_wake(&job->agent->endpoint);
 }
 
 /* In the thread of the world's loop, with its lock. */
@@ -187,6 +188,7 @@ static tb_status run_transfer(agent_job *job) {
     if (status == TB_OK && answers_when_begun(job))
         tb__agent_job_answer(job, TB_OK);
     tb__agent_unlock(agent);
+    tb__endpoint_wake(&agent->endpoint);
     if (is_late)
         tb_cancel(t);
     if (status == TB_OK && job->session->protocol == 1) /* others say when groups of tensors may come */
