@@ -19,7 +19,7 @@ from .._hash import Part, hash_box
 from .._tensors import View, read
 from .._torch import Held
 from ._record import Piece
-from ._source import Source, from_checkpoint, from_module
+from ._source import Source, as_source, from_checkpoint
 from ._targets import Target, Targets
 from ._trace import locate
 
@@ -85,14 +85,7 @@ def verify(
     Every replica of the trainer's is compared. With several ranks ``gather`` returns what all of them give it;
     ``torch.distributed`` does by default. The result is the same on all ranks.
     """
-    if isinstance(source, str | Path):
-        source = from_checkpoint(source)
-    elif isinstance(source, torch.nn.Module):
-        source = from_module(source)
-    elif not isinstance(source, Source):
-        raise Invalid(
-            f"the source must be a folder, a module or a tensorbus.engine.Source, not {type(source).__name__}"
-        )
+    source = as_source(source)
     wanted: dict[str, set[_Key]] = {}
     for one in hashes:
         for name, _, dtype, start, length, _ in one["boxes"]:
