@@ -12,6 +12,7 @@ export PYTHONPATH="$PWD" PYTHONPYCACHEPREFIX="$PWD/../build/pycache"
 case $1 in
 # These need PyTorch; `./dev test torch` runs the examples of tensorbus.engine.
 docstrings) exec "$python" -m pytest -q -p no:cacheprovider --doctest-modules tensorbus \
-    --ignore tensorbus/etha --ignore tensorbus/engine --ignore tensorbus/vllm ;;
+    --ignore tensorbus/etha --ignore tensorbus/engine --ignore tensorbus/vllm \
+    --ignore tensorbus/sglang --ignore tensorbus/verl.py ;;
 *) exec "$python" -m pytest -q -p no:cacheprovider "tests/$1.py" ;;
 esac

@@ -388,7 +388,7 @@ static void test_no_files(void **state) {
     for (int i = 0; i < nclients; i++)
         program_close(clients[i]);
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS; /* it hears of those who went later than of those who come */
-    while ((status = program_connect(s->agents[0].path, &opts, &c)) == TB_IO && tb__now_ms() < deadline_ms)
+    while ((status = program_connect(s->agents[0].path, &opts, &c)) != TB_OK && tb__now_ms() < deadline_ms)
         usleep(1000);
     assert_ok(status);
     program_close(c);
