@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,10 +86,11 @@ def test_trainers_that_there_are_not(wrong: str) -> None:
 
 
 def test_command(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(tb.__file__).parents[1])}
+
     def run(*arguments: str) -> tuple[int, str]:
-        ran = subprocess.run(
-            [sys.executable, "-m", "tensorbus", "explain", *arguments], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-m", "tensorbus", "explain", *arguments]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert ran.stdout == ""
         return ran.returncode, ran.stderr.strip()
 
