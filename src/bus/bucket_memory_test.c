@@ -70,7 +70,7 @@ static void verify_tensors(const member *m, int version) {
 
 /* A line for each tensor. From a snapshot, which is the library's own memory, all are read. */
 static void check_dump(tb_batch *batch, bool is_send, bool has_snapshot) {
-    char *dump, name[16];
+    char *dump, name[32];
     assert_ok(tb_batch_dump(batch, is_send, &dump));
     for (int i = 0; i < NTENSORS; i++) {
         snprintf(name, sizeof name, "  t%02d [", i);
