@@ -20,7 +20,7 @@ import numpy as np
 
 import tensorbus as tb
 
-CASES = int(os.environ.get("TB_CASES", "100000"))
+CASES = int(os.environ.get("TB_CASES", "20000"))
 SEED = int(os.environ.get("TB_SEED", time.time_ns() % 10**6))
 
 FUNCTIONS = ["apply_view", "copy_service", "empty", "join", "layout", "match_names", "Names", "plan", "share"]

@@ -14,7 +14,7 @@ from ranks import Seat, run
 
 import tensorbus as tb
 
-VERSIONS = int(os.environ.get("TB_CASES", "2000"))
+VERSIONS = int(os.environ.get("TB_CASES", "500"))
 CYCLES = VERSIONS // 10
 
 
