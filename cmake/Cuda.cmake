@@ -83,13 +83,18 @@ function(tb_cuda_kernels target)
     endif()
     # Bits must be those of the host: no fused multiply-add, no approximations. Uncompressed it is ten times as large.
     set(flags -fatbin -O3 -std=c++17 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false ${lines} -Xfatbin=-compress-all
-        --threads 2 ${cuda_gencode} -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
+        --threads 2 ${cuda_gencode})
+    set(includes -I ${PROJECT_SOURCE_DIR}/src -I ${PROJECT_SOURCE_DIR}/include)
     set(inputs ${kernels} ${PROJECT_SOURCE_DIR}/src/device/cuda/kernels.h)
-    cmake_path(GET PROJECT_BINARY_DIR PARENT_PATH builds) # all presets have their folders there
+    cmake_path(GET PROJECT_BINARY_DIR PARENT_PATH cache) # all presets have their folders there
+    if(CMAKE_C_COMPILER_LAUNCHER MATCHES "ccache" AND DEFINED ENV{HOME}) # all clones share what is compiled
+        set(cache $ENV{HOME}/.cache/tensorbus)
+    endif()
     add_custom_command(
         OUTPUT ${fatbin}
-        COMMAND ${CMAKE_COMMAND} -D nvcc=${TB_NVCC} "-D flags=${flags}" "-D inputs=${inputs}"
-            -D source=${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu -D cache=${builds}/kernels
+        COMMAND ${CMAKE_COMMAND} -D nvcc=${TB_NVCC} "-D flags=${flags}" "-D includes=${includes}"
+            "-D inputs=${inputs}" -D source=${PROJECT_SOURCE_DIR}/src/device/cuda/kernels/kernels.cu
+            -D cache=${cache}/kernels
             -D fatbin=${fatbin} -P ${PROJECT_SOURCE_DIR}/cmake/Fatbin.cmake
         DEPENDS ${inputs} ${PROJECT_SOURCE_DIR}/cmake/Fatbin.cmake
         COMMENT "Compiling kernels for GPUs"
