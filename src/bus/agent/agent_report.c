@@ -228,7 +228,7 @@ static json_t *report_totals(const agent_totals *t) {
 }
 
 static json_t *report_plans(const tb_world *world) {
-    tb__plans_state s;
+    tb__plans_state s = {0};
     tb__local_world_plans(world, &s);
     return json_pack("{s:I,s:I,s:I,s:I,s:I,s:I}", "kept", number(s.kept), "bytes", number(s.nbytes), "limit",
                      number(s.limit), "hits", number(s.hits), "misses", number(s.misses), "evicted", number(s.evicted));

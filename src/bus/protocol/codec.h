@@ -153,7 +153,7 @@ typedef struct tb__schema {
     { .name = (key), .fields = (table), .nfields = sizeof(table) / sizeof *(table), .size = sizeof(type) }
 
 /* For a msgpack_packer that appends to a tb__bytes. */
-int tb__append_packed(void *out, const char *data, size_t nbytes);
+int tb__append_packed(void *out, const char *bytes, size_t nbytes);
 
 /* Appends the map. On failure nothing is appended; the sentence names the field. */
 tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out);

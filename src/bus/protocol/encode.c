@@ -14,13 +14,13 @@ typedef struct writer {
 } writer;
 
 /* The packer's own errors are of no interest: it fails where this does, and then the sentence is set. */
-int tb__append_packed(void *data, const char *bytes, size_t nbytes) {
-    tb__bytes *out = data;
-    if (!tb__vec_reserve(out, nbytes))
+int tb__append_packed(void *out, const char *bytes, size_t nbytes) {
+    tb__bytes *to = out;
+    if (!tb__vec_reserve(to, nbytes))
         return -1;
     if (nbytes > 0)
-        memcpy(out->item + out->count, bytes, nbytes);
-    out->count += nbytes;
+        memcpy(to->item + to->count, bytes, nbytes);
+    to->count += nbytes;
     return 0;
 }
 

@@ -148,8 +148,8 @@ tb_status tb__gpu_push(tb__gpu *gpu);
 void tb__gpu_pop(void);
 /* Fails with the name of the GPU and of its error, if it has failed. */
 tb_status tb__gpu_check(const tb__gpu *gpu);
-/* If the error is one that contexts do not recover from, the GPU whose context is current has failed. Returns tb__gpu_check
- * of that GPU. */
+/* If the error is one that contexts do not recover from, the GPU whose context is current has failed. Returns
+ * tb__gpu_check of that GPU. */
 tb_status tb__gpu_note_error(CUresult result);
 
 /* ---- Signals (signal.c) ------------------------------------------------------------------------------------------ */
