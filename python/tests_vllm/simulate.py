@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tensorbus.vllm import _offline
+from tensorbus.vllm._offline import rank_of
 
 
 def keep_plain_weights() -> None:
@@ -35,31 +37,9 @@ def plain_experts() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Process groups of one rank, which ``rank_of`` then takes for others."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
-
+    """Process groups of one rank, and weights that are left as they are."""
     keep_plain_weights()
-    if model_parallel_is_initialized():
-        return
-    with set_current_vllm_config(VllmConfig()):
-        store = tempfile.mktemp(prefix="tensorbus-")
-        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-        initialize_model_parallel()
-
-
-@contextlib.contextmanager
-def rank_of(rank: int, size: int) -> Iterator[None]:
-    """Tensor parallelism as rank ``rank`` of ``size`` sees it while it makes and loads a model."""
-    from vllm.distributed import parallel_state
-
-    group = parallel_state.get_tp_group()
-    kept = group.world_size, group.rank_in_group
-    group.world_size, group.rank_in_group = size, rank
-    try:
-        yield
-    finally:
-        group.world_size, group.rank_in_group = kept
+    _offline.begin()
 
 
 def configure(path: Path, size: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ def test_llama(tmp_path: Path) -> None:
     model = families.make("Llama", tmp_path, 1)
     command = [sys.executable, "-m", "tensorbus", "explain", "--trainer", "fsdp:4", "--engine", f"vllm:{model},tp=2"]
     command += ["--bandwidth", "10", "--svg", str(tmp_path / "picture.svg"), "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=START_S, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     told = json.loads(ran.stdout[ran.stdout.index("{\n") :])
     by_name = {p["name"]: p for p in told["parameters"]}
