@@ -192,7 +192,7 @@ typedef struct tb_world_opts {
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
- * "tcp://127.0.0.1:7000", or etcd, "etcd://a:2379,b:2379"; "?namespace=NAME" keeps several busses apart. A URL without
+ * "tcp://127.0.0.1:7000", or etcd, "etcd://a:2379,b:2379"; "?namespace=NAME" keeps several buses apart. A URL without
  * a host, "tcp://:7000", means 127.0.0.1: only processes of this machine reach it. If nobody serves a socket there,
  * this process does, for as long as it has the world. Without the store transfers go on, but nobody new can be met;
  * when it is back, or another process serves it, all take their seats there again. TB_CONFLICT while another process
