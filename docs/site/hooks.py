@@ -1,5 +1,5 @@
-"""What the site has beside the pages of docs/: README, CONTRIBUTING and CHANGELOG, the C headers as pages, and the files
-that pages link to. Called by mkdocs, see mkdocs.yml.
+"""What the site has beside the pages of docs/: README, CONTRIBUTING and CHANGELOG, the C headers as pages, and the
+files that pages link to. Called by mkdocs, see mkdocs.yml.
 """
 
 from __future__ import annotations

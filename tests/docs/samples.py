@@ -3,8 +3,9 @@
 usage: samples.py TENSORBUS [--update]
 
 A sample is a fenced block of kind `console`: `$ COMMAND`, lines that end with a backslash go on, and below it what the
-command prints, without its error output. A line that is `...` stands for any lines. Commands run in a folder of their own, where
-pictures are put in the place that they have in the repository. --update writes what was printed into the documents.
+command prints, without its error output. A line that is `...` stands for any lines. Commands run in a folder of their
+own, where pictures are put in the place that they have in the repository. --update writes what was printed into the
+documents.
 """
 
 from __future__ import annotations
