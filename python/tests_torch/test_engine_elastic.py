@@ -90,6 +90,22 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
         sender.close()
 
 
+def test_an_engine_that_lives_is_met_again(tmp_path: Path) -> None:
+    """As after the trainer's memory was unmapped and mapped again: the trainer adds the engine once more."""
+    a = start(tmp_path, "a", 2)
+    source = make_source()
+    with stand_in.engines(a):
+        sender = engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, a.remote, engine="a", timeout=20.0)
+        for version in range(1, 8):
+            fill(source, version)
+            sender.send()
+            assert has(a, version)
+            for tensor, _ in source.tensors.values():
+                sender.bus.invalidate(tensor)
+            sender.add("a", a.remote)
+        sender.close()
+
+
 @pytest.mark.parametrize("shadow", ["device", "off"])
 def test_an_engine_gives_its_version_to_another(tmp_path: Path, shadow: str) -> None:
     a, b = start(tmp_path, "a", 2, shadow), start(tmp_path, "b", 2)

@@ -48,6 +48,7 @@ class Receiver:
         self.targets: Targets = make_targets(traces)
         self._index, self._size, self._shadow = index, len(traces), shadow
         self._bus: Bus | None = None
+        self._sender = ""
         self._pair: Pair
         self._data: Batch
         self._vote: Batch
@@ -88,21 +89,24 @@ class Receiver:
         token: str | None,
         timeout: float,
         *,
+        sender: str = "",
         is_in_update: bool = False,
         is_same_kind: bool = False,
     ) -> None:
         """Meets a trainer, and registers: names and shapes agree then, in both directions.
 
-        ``is_in_update``: a version follows at once. ``is_same_kind``: the other side is an engine that has been traced
-        alike, and calls the pieces as this one does.
+        ``sender`` is the trainer's ``Sender``: one that is met again finds this rank where it was, since it would take
+        one that leaves and comes back for one that is lost. ``is_in_update``: a version follows at once.
+        ``is_same_kind``: the other side is an engine that has been traced alike, and calls the pieces as this one does.
         """
         self._timeout = timeout
-        if is_in_update and self._bus is not None:
+        if sender and sender == self._sender and self._bus is not None:
             for open_ in self._data, self._vote, self._pair:
                 open_.close()
         else:
             self.close()
             self._bus = join(url, engine, self._index, self._size, token=token, timeout=timeout)
+            self._sender = sender
         try:
             pair = self._pair = self._bus.pair(f"weights {engine}", group, timeout=timeout, wait=False)
             ties = {} if is_same_kind else self.targets.ties

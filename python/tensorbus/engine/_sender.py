@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -183,7 +184,7 @@ class Sender:
         self.version = 0  # the last that was sent
         self.failed: dict[str, BaseException] = {}  # by engine, in the last send
         self.number = torch.zeros(1, dtype=torch.int64)
-        self.info = {"url": url, "group": group, "token": token, "timeout": timeout}
+        self.info = {"url": url, "group": group, "token": token, "timeout": timeout, "sender": secrets.token_hex(8)}
         self._links: dict[str, _Link] = {}
         self.bus = join(url, group, rank, size, token=token, timeout=timeout)
         try:

@@ -30,6 +30,7 @@ class Request:
     token: str | None
     timeout: float
     shadow: str
+    sender: str = ""
     is_in_update: bool = False
 
 
