@@ -14,6 +14,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples/python"
 PATIENCE_S = 120.0
 
 
+def test_what_is_run_on_gpus_can_be_run() -> None:
+    """What of it needs no GPU."""
+    program = EXAMPLES.parents[1] / "tests/gpu/torch_engine.py"
+    env = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1] / "python")}
+    command = [sys.executable, str(program), "--cpu", "unmapped"]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "4 times, with a graph from before; 12 of 16 modules" in ran.stdout
+    assert "1 of 1 passed" in ran.stdout
+
+
 class Script:
     """A process and the lines that it has written."""
 
