@@ -90,9 +90,12 @@ function(tb_mpi_program kind folder name)
     endforeach()
 endfunction()
 
+option(TB_MPI "Build the libraries for those MPIs that are found" ON)
 set(found_mpis)
-tb_mpi(openmpi ompi-c mpirun.openmpi --oversubscribe -n 4)
-tb_mpi(mpich mpich mpiexec.mpich -n 4)
+if(TB_MPI)
+    tb_mpi(openmpi ompi-c mpirun.openmpi --oversubscribe -n 4)
+    tb_mpi(mpich mpich mpiexec.mpich -n 4)
+endif()
 
 # Open MPI wants to be asked twice before it runs as root, as in a container. MPIs leak a little at their end, from plugins
 # that are unloaded by then and can't be named; and they are not built with ThreadSanitizer, which so misses their locks.
