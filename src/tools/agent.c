@@ -1,6 +1,7 @@
 /* tensorbus agent: a seat on the bus, for programs that are not on it themselves. */
 #include "bus/agent/agent.h"
 #include "tools/agents.h"
+#include "tools/http.h"
 
 #include "base/descriptors.h"
 
@@ -31,7 +32,7 @@ static const tool_option options[] = {
                   "every bucket of every batch goes with a sum of its bytes, compared where it arrives"},
     [NO_GPU] = {"no-gpu", NULL, "use no GPU: programs copy what they have there through host memory"},
     [HTTP] = {"http", "[ADDRESS:]PORT",
-              "serve /metrics, /status and /healthz over HTTP, on 127.0.0.1 unless told otherwise"},
+              "serve a page, /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
 
@@ -39,7 +40,10 @@ static const char details[] =
     "Programs of the same user connect to the socket and have their tensors moved; see docs/operations.md.\n"
     "It serves until SIGTERM or SIGINT; then it takes no new commands, and ends when those under way have ended.\n"
     "If nobody serves the store at the URL, and that is an address of this machine, this agent does.\n"
-    "What --http serves is for anybody who can connect to the port; port 0 is any, and is printed.\n";
+    "On loopback, --http serves whoever can connect to the port; elsewhere, an agent with a token wants\n"
+    "that, as a bearer token or as the password of any user. Port 0 is any, and is printed.\n";
+
+enum { REPORT_MS = 5000 };
 
 static tb__agent *running; /* for the signal handler */
 
@@ -86,7 +90,7 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
             return tb__fail(TB_INVALID, "--%s is missing; see `tensorbus agent --help`", options[i].name);
     }
     if (value[HTTP])
-        TB_TRY(tool_http_check(value[HTTP]));
+        TB_TRY(tool_http_check("http", value[HTTP]));
     TB_TRY(read_number("rank", value[RANK], MOST_RANKS - 1, &rank));
     TB_TRY(read_number("size", value[SIZE], MOST_RANKS, &size));
     if (rank >= size)
@@ -113,6 +117,30 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     return TB_OK;
 }
 
+/* ---- HTTP ------------------------------------------------------------------------------------------------------ */
+
+static tb_status report(void *arg, char **out) {
+    return tb__agent_report(arg, REPORT_MS, out);
+}
+
+static tb_status view(void *arg, char **out) {
+    char *text, title[128];
+    json_error_t error;
+    TB_TRY(report(arg, &text));
+    json_t *parsed = json_loads(text, 0, &error);
+    free(text);
+    if (!parsed)
+        return tb__fail(TB_INTERNAL, "the report can't be read: %s", error.text);
+    snprintf(title, sizeof title, "agent %.80s %" PRId64, tool_json_text(parsed, "group"),
+             tool_json_int(parsed, "index"));
+    json_t *made = tool_view_create(title);
+    tool_view_add_agent(made, title, parsed, "", false, NULL);
+    json_decref(parsed);
+    return tool_view_dump(made, out);
+}
+
+/* ---- Serving --------------------------------------------------------------------------------------------------- */
+
 static int run(const tb__config *config, const char *const *value) {
     tb__agent_opts opts;
     char socket[sizeof((struct sockaddr_un *)0)->sun_path], token[TOOL_MAX_TOKEN];
@@ -123,7 +151,14 @@ static int run(const tb__config *config, const char *const *value) {
     if (status == TB_OK)
         status = tb__agent_create(&opts, &running);
     if (status == TB_OK && value[HTTP])
-        status = tool_http_start(running, value[HTTP], &http);
+        status = tool_http_start(&(tool_http_opts){.option = "http",
+                                                   .place = value[HTTP],
+                                                   .token = opts.token,
+                                                   .has_metrics = true,
+                                                   .report = report,
+                                                   .view = view,
+                                                   .arg = running},
+                                 &http);
     if (status != TB_OK) {
         int failed = tool_fail_status(status);
         tb__agent_destroy(running);
@@ -135,7 +170,7 @@ static int run(const tb__config *config, const char *const *value) {
     printf("agent %s %" PRId32 " of %" PRId32 ", bus rank %" PRId32 ", listens at %s\n", opts.group, opts.index,
            opts.size, tb__agent_rank(running), opts.socket);
     if (http)
-        printf("metrics at %s/metrics\n", tool_http_url(http));
+        printf("metrics at %s/metrics\npage at %s/\n", tool_http_url(http), tool_http_url(http));
     fflush(stdout);
     tb__agent_run(running);
     tool_http_stop(http);

@@ -85,19 +85,15 @@ void top_draw(tb__text *out, const tool_agents *agents);
 
 int tool_inspect_agent(const char *socket, const char *token_file, bool is_json);
 
-/* ---- HTTP of `agent` (agent_http.c, metrics.c) --------------------------------------------------------------- */
+/* ---- For HTTP (view.c, metrics.c) ------------------------------------------------------------------------------ */
 
-struct tb__agent;
-typedef struct tool_http tool_http;
-
-/* Whether it is a place, as tool_http_start takes it. */
-tb_status tool_http_check(const char *place);
-
-/* Serves /metrics and /status in a thread of its own. The place is [ADDRESS:]PORT; the address is 127.0.0.1 if it is
- * not given, and port 0 is any. */
-tb_status tool_http_start(struct tb__agent *agent, const char *place, tool_http **out);
-const char *tool_http_url(const tool_http *http); /* "http://127.0.0.1:9100" */
-void tool_http_stop(tool_http *http);             /* before the agent is destroyed; NULL is allowed */
+/* The document that the page of `agent --http` and `dashboard` shows, as docs/operations.md describes it. */
+json_t *tool_view_create(const char *title);
+/* One agent of it: its report, which is not kept; NULL: there is none, and why. The seat says which one it was, if that is
+ * known. */
+void tool_view_add_agent(json_t *view, const char *where, const json_t *report, const char *why, bool has_ended,
+                         const json_t *seat);
+tb_status tool_view_dump(json_t *view, char **out); /* frees the view */
 
 /* A report in the text form of Prometheus. */
 void tool_add_metrics(tb__text *out, const json_t *report);

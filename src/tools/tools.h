@@ -39,7 +39,7 @@ typedef struct tool_command {
     int (*run)(const tb__config *config, const char *const *value);
 } tool_command;
 
-extern const tool_command tool_agent, tool_bench, tool_config, tool_demo, tool_doctor, tool_inspect, tool_layout,
+extern const tool_command tool_agent, tool_bench, tool_config, tool_dashboard, tool_demo, tool_doctor, tool_inspect, tool_layout,
     tool_plan, tool_reshard, tool_status, tool_store, tool_top, tool_verify;
 
 /* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */

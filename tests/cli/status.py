@@ -158,7 +158,7 @@ try:
     check(r["clients"] == r["pairs"] == r["batches"] == r["peers"] == [], f"{r}")
     expect_metrics(url, store_connected=1, clients=0, peers_alive=0)
     check(get(url + "/healthz") == (200, "text/plain; charset=utf-8", "ok\n"), f"/healthz: {get(url + '/healthz')}")
-    check(get(url + "/")[0] == 404 and get(url + "/metrics/x")[0] == 404, "other paths are served")
+    check(get(url + "/")[0] == 200 and get(url + "/page")[0] == 404 and get(url + "/metrics/x")[0] == 404, "other paths are served")
     check(get(url + "/status", "POST")[0] == 405, "POST is served")
     check(get(url + "/status", "HEAD")[::2] == (200, ""), "HEAD is not served")
 
@@ -234,6 +234,9 @@ try:
         check((batch["state"], batch["version"], batch["transfers"], batch["error"]) == ("idle", 3, [], ""), f"{batch}")
         check(last["direction"] == direction and last["attempt"] == 3 and last["bytes_done"] == NBYTES, f"{last}")
         check(set(last["phases"]) == {"plan", "wait", "pack", "wire", "unpack", "commit"}, f"{last}")
+        history = batch["history"]
+        check([(h["version"], h["attempt"], h["succeeded"]) for h in history] == [(v, v, True) for v in (1, 2, 3)], f"{history}")
+        check(history[-1] == last and abs(last["when"] - time.time()) < 600, f"{history}")
         check(0 < sum(last["phases"].values()) <= last["seconds"] * 1.01 + 1e-4, f"{last}")
         total = r["totals"][direction]
         check((total["transfers"], total["failures"], total["bytes"]) == (3, 0, 3 * NBYTES), f"{total}")

@@ -26,6 +26,7 @@
 enum {
     TB__AGENT_MAX_FDS = 4096,       /* of one frame */
     TB__AGENT_MAX_DEVICES = 8,      /* that are named in the report of a batch */
+    TB__AGENT_MAX_PAST = 16,        /* transfers of a batch that have ended and are in its report */
     TB__AGENT_MAX_COMMANDS = 64,    /* commands of a client that run */
     TB__AGENT_MAX_THREADS = 1024,   /* commands of all clients that run; each has a thread */
     TB__AGENT_MAX_BACKGROUND = 64,  /* background jobs that run; the others wait */
@@ -138,6 +139,14 @@ typedef struct agent_batch_pair {
     bool is_torn;
 } agent_batch_pair;
 
+/* A transfer that has ended. */
+typedef struct agent_past {
+    tb_transfer_state state;
+    bool is_send;
+    tb_status status;
+    double when; /* in seconds since 1970 */
+} agent_past;
+
 typedef struct agent_batch {
     LIST_ENTRY(agent_batch) link;
     char *id;
@@ -164,8 +173,8 @@ typedef struct agent_batch {
     uint64_t ngroups;                        /* ... and how many groups they have written to the client's memory */
     bool is_delivering;                      /* the client's memory is being written */
     bool is_delivered;                       /* the client's memory has what the last receive has brought */
-    tb_transfer_state last;                  /* the state of the last one that ended ... */
-    bool was_send;                           /* ... and its direction */
+    agent_past past[TB__AGENT_MAX_PAST];     /* transfers that ended: number n is at n % TB__AGENT_MAX_PAST ... */
+    uint64_t npast;                          /* ... and how many there have been */
     uint64_t version;                        /* the last that all pairs had together */
     bool is_mixed;                           /* the pairs' versions differ */
     tb_batch_state received;                 /* of receives only, as far as the client has it */

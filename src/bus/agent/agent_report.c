@@ -95,6 +95,20 @@ static json_t *report_pairs(tb__agent *agent) {
     return all;
 }
 
+/* The last transfers that ended, the newest at the end. */
+static json_t *report_past(const agent_batch *b) {
+    json_t *all = json_array();
+    for (uint64_t i = b->npast > TB__AGENT_MAX_PAST ? b->npast - TB__AGENT_MAX_PAST : 0; i < b->npast; i++) {
+        const agent_past *past = &b->past[i % TB__AGENT_MAX_PAST];
+        json_t *transfer = report_transfer(&past->state, past->is_send);
+        json_object_set_new(transfer, "version", json_integer((json_int_t)past->state.version));
+        json_object_set_new(transfer, "succeeded", json_boolean(past->status == TB_OK));
+        json_object_set_new(transfer, "when", json_real(past->when));
+        json_array_append_new(all, transfer);
+    }
+    return all;
+}
+
 /* NULL: it is being changed, or destroyed. */
 static const tb_batch *get_stable(const agent_batch *b) {
     return b->is_changing || b->is_ending ? NULL : b->batch;
@@ -163,13 +177,14 @@ static json_t *report_batch(agent_batch *b, bool lists_tensors) {
                         : b->busy[0]               ? "receiving"
                         : *b->error                ? "failed"
                                                    : "idle";
-    json_t *last = b->last.seconds > 0 ? report_transfer(&b->last, b->was_send) : json_null();
-    json_t *batch = json_pack("{s:o,s:o,s:I,s:o,s:I,s:o,s:I,s:s,s:I,s:b,s:b,s:b,s:o,s:o,s:o,s:o,s:o}", "id",
-                              text(b->id), "client", text(b->session->name), "pid", (json_int_t)b->session->process.pid,
-                              "pairs", pairs, "tensors", number(ntensors), "memory", text(devices), "bytes",
-                              number(nbytes), "state", state, "version", number(b->version), "mixed", b->is_mixed,
-                              "torn", tb__agent_is_torn(b), "in_doubt", b->received.is_in_doubt, "transfers", transfers,
-                              "signals", report_signals(b), "last", last, "error", text(b->error), "why", text(why));
+    json_t *history = report_past(b);
+    json_t *last = json_array_size(history) > 0 ? json_array_get(history, json_array_size(history) - 1) : NULL;
+    json_t *batch = json_pack(
+        "{s:o,s:o,s:I,s:o,s:I,s:o,s:I,s:s,s:I,s:b,s:b,s:b,s:o,s:o,s:O?,s:o,s:o,s:o}", "id", text(b->id), "client",
+        text(b->session->name), "pid", (json_int_t)b->session->process.pid, "pairs", pairs, "tensors", number(ntensors),
+        "memory", text(devices), "bytes", number(nbytes), "state", state, "version", number(b->version), "mixed",
+        b->is_mixed, "torn", tb__agent_is_torn(b), "in_doubt", b->received.is_in_doubt, "transfers", transfers,
+        "signals", report_signals(b), "last", last, "history", history, "error", text(b->error), "why", text(why));
     if (lists_tensors)
         json_object_set_new(batch, "list", report_tensors(b));
     return batch;

@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 /* In the order in which they come. */
 static const struct {
@@ -175,6 +176,17 @@ static void deliver_before_end(agent_job *job, tb_transfer *t, tb_status *status
     tb__transfer_delivered(t, *status, why);
 }
 
+static void record_past(agent_batch *b, const tb_transfer_state *state, bool is_send, tb_status status) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    b->past[b->npast++ % TB__AGENT_MAX_PAST] = (agent_past){
+        .state = *state,
+        .is_send = is_send,
+        .status = status,
+        .when = (double)now.tv_sec + (double)now.tv_nsec / 1e9,
+    };
+}
+
 static tb_status run_transfer(agent_job *job) {
     tb__agent *agent = job->agent;
     agent_batch *b = job->batch;
@@ -215,8 +227,7 @@ static tb_status run_transfer(agent_job *job) {
         tb_transfer_query(t, &state);
     state.events = seen_by_client(b, is_send, &state);
     job->attempt = state.attempt;
-    b->last = state;
-    b->was_send = is_send;
+    record_past(b, &state, is_send, status);
     b->transfers[is_send] = NULL;
     if (atomic_exchange(&job->has_progress, false))
         send_progress(job, t);
@@ -344,8 +355,8 @@ static void reply_status(agent_job *job, const bool *signal) {
     if (t) {
         tb_transfer_query(t, &state);
         seen = seen_by_client(b, is_send, &state);
-    } else if (!is_busy) {
-        state = b->last;
+    } else if (!is_busy && b->npast > 0) {
+        state = b->past[(b->npast - 1) % TB__AGENT_MAX_PAST].state;
         seen = state.events;
     }
     *r = (tb__message){.state = !b->batch  ? "registering"
