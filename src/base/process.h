@@ -70,6 +70,13 @@ static inline int64_t tb__now_ms(void) {
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
+/* The time of day, in seconds since 1970. */
+static inline int64_t tb__unix_seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return now.tv_sec;
+}
+
 static inline struct timespec tb__time_of_ms(int64_t ms) {
     return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
 }

@@ -359,6 +359,12 @@ void tb__batch_update_version(tb_batch *batch) {
     bool unused;
     tb__versions versions = versions_of(batch, &unused);
     tb__versions_update_common(&versions, &batch->common_version);
+    for (size_t i = 0; i < batch->pairs.count; i++) {
+        if (batch->pairs.item[i]->index == 0) {
+            tb__world_report(batch->world);
+            return;
+        }
+    }
 }
 
 /* Whether the other side of a pair has begun to send it, and this process has not received that. */
@@ -422,6 +428,7 @@ void tb__batch_unref(tb_batch *batch) {
         while (batch->engines.count > 0)
             tb__engine_destroy(batch->engines.item[--batch->engines.count]);
         unref_pairs(batch);
+        tb__world_report(world);
         tb__loop_unlock(world->loop);
         free_batch(batch);
     } else if (tb__world_was_unlocked(world)) {

@@ -466,6 +466,16 @@ void tb__directory_probe_store(tb__directory *directory, int timeout_ms) {
     tb__directory_end_call(directory, status);
 }
 
+void tb__directory_report(tb__directory *d) {
+    if (!d->opts.report)
+        return;
+    pthread_mutex_lock(&d->lock);
+    if (!d->is_report_due && d->state == TB_OK && !d->is_closing)
+        tb__store_interrupt(d->store);
+    d->is_report_due = true;
+    pthread_mutex_unlock(&d->lock);
+}
+
 tb_status tb__directory_state(tb__directory *directory) {
     pthread_mutex_lock(&directory->lock);
     tb_status state = directory->state;

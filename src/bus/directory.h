@@ -49,6 +49,9 @@ typedef struct tb__directory_opts {
      * `is_lead`: whether this note of a group's first rank says that it does; NULL: none does. */
     bool only_hints;
     bool (*is_lead)(const tb__note *note);
+    /* Adds what this process tells whoever looks at the store, as JSON; nothing: there is nothing to tell. Called by
+     * the following thread, without locks, after tb__directory_report. NULL: it tells nothing. */
+    void (*report)(void *arg, tb__text *out);
 } tb__directory_opts;
 
 /* Connects to the store, or serves it if nobody does, and takes a bus rank: that of the seat in the group's block of
@@ -154,6 +157,10 @@ tb_status tb__directory_hint(tb__directory *directory, const char *pair, const c
 /* For a caller that has waited long for entries of others: sends the store a request, which finds out whether the
  * connection is dead and replaces it then. Returns when the store has answered, at once while it is lost. */
 void tb__directory_probe_store(tb__directory *directory, int timeout_ms);
+
+/* What `report` says has changed: it is asked soon, once a second at most, and what it says is written by the following
+ * thread. */
+void tb__directory_report(tb__directory *directory);
 
 /* TB_OK, or, with the reason in tb_error_detail, TB_LOST while the store is lost and TB_CONFLICT if another process has
  * taken this one's rank or seat. */

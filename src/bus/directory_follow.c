@@ -2,6 +2,7 @@
 #include "bus/directory_inner.h"
 
 #include "base/index.h"
+#include "base/int.h"
 #include "base/log.h"
 
 #include <errno.h>
@@ -14,7 +15,9 @@
  * lost store is back, so the delays between attempts to reach it grow. */
 enum {
     ROUND_MS = 60000,
-    SILENT_MS = 1000, /* the same while the store does not answer */
+    REPORTER_ROUND_MS = 5000, /* the same where a report may be due that just missed the wait */
+    REPORT_MS = 1000,         /* from one report to the next, at least */
+    SILENT_MS = 1000,         /* the same while the store does not answer */
     RETRY_MS = 100,
     FIRST_DELAY_MS = 10,
     LONGEST_DELAY_MS = 2000,
@@ -358,6 +361,49 @@ static tb_status look_at_changes(tb__directory *d, const tb__store_entries *chan
     return apply_changes(d, changes, since);
 }
 
+/* ---- Reports ---------------------------------------------------------------------------------------------------- */
+
+static tb_status write_report(tb__directory *d, const tb__text *report) {
+    tb__store_deadline deadline = tb__directory_deadline(REACH_MS);
+    tb__key key = tb__key_of_counter(TB__REPORTS, d->self.rank);
+    TB_TRY(tb__directory_begin_call(d, &deadline, true));
+    tb_status status = tb__store_deadline_apply(&deadline);
+    if (status == TB_OK && report->count > 0)
+        status = tb__store_set(d->store, key.text, report->data, report->count, TB__STORE_EPHEMERAL, NULL);
+    else if (status == TB_OK)
+        status = tb__store_delete(d->store, key.text);
+    return tb__directory_end_call(d, status);
+}
+
+static bool is_report_due(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    bool is_due = d->is_report_due;
+    pthread_mutex_unlock(&d->lock);
+    return is_due;
+}
+
+static void make_report(tb__directory *d) {
+    tb__text report = {0};
+    pthread_mutex_lock(&d->lock);
+    d->is_report_due = false;
+    pthread_mutex_unlock(&d->lock);
+    d->opts.report(d->opts.arg, &report);
+    uint64_t hash = report.count > 0 ? tb__hash_string(0, report.data) | 1 : 0;
+    if (!report.failed && hash != d->reported && write_report(d, &report) == TB_OK)
+        d->reported = hash;
+    d->reported_ms = tb__now_ms();
+    tb__text_fini(&report);
+}
+
+/* Writes the report if that is due, and not too soon after the last one. Returns how long to wait for changes. */
+static int report_if_due(tb__directory *d) {
+    if (d->opts.report && is_report_due(d) && tb__now_ms() >= d->reported_ms + REPORT_MS)
+        make_report(d);
+    if (is_report_due(d)) /* too soon, or again */
+        return (int)tb__max64(d->reported_ms + REPORT_MS - tb__now_ms(), 1);
+    return d->reported ? REPORTER_ROUND_MS : ROUND_MS;
+}
+
 /* ---- Following -------------------------------------------------------------------------------------------------- */
 
 void *tb__directory_follow(void *directory) {
@@ -367,7 +413,6 @@ void *tb__directory_follow(void *directory) {
     bool has_warned = false;
     int64_t looked_ms = 0;
     while (!is_closing(d)) {
-        int wait_ms = tb__directory_retry_withdrawals(d) ? SILENT_MS : ROUND_MS;
         /* A call of this process has refreshed the view. */
         if (viewed_revision(d) > d->told) {
             notify_changed(d);
@@ -379,6 +424,7 @@ void *tb__directory_follow(void *directory) {
             break;
         tb__store_entries changes = {0};
         const char *prefix = choose_prefix(d);
+        int wait_ms = tb__directory_retry_withdrawals(d) ? SILENT_MS : report_if_due(d);
         uint64_t since = !d->is_following_all && seen > d->told ? seen : d->told;
         tb_status status = tb__store_wait_changes(d->store, prefix, since, wait_ms, &changes);
         uint64_t revision = changes.revision;
@@ -400,6 +446,9 @@ void *tb__directory_follow(void *directory) {
             notify_changed(d);
             bool is_back = rejoin_until_closed(d);
             seen = 0; /* revisions of another store */
+            if (d->reported)
+                tb__directory_report(d);
+            d->reported = 0;
             if (is_closing(d))
                 break;
             notify_changed(d);

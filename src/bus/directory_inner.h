@@ -29,6 +29,8 @@ struct tb__directory {
     tb__store_value lead; /* the record of its group's first rank, if it was compared with that; else no data */
     pid_t owner;
     pthread_t follower;
+    int64_t reported_ms; /* when the report was last made, and its hash, 0 if there is none; the following thread's */
+    uint64_t reported;
     uint64_t told; /* the revision of the changes that `changed` was last called for; the following thread's */
 
     /* These belong to the active call (tb__directory_begin_call). Only the following thread replaces the store and the
@@ -45,8 +47,9 @@ struct tb__directory {
     bool is_closing;
     bool must_follow; /* all changes under "now/" have to be followed, not only the hints */
     bool is_following_all;
-    bool is_silent;  /* the last request to the store had no answer in time */
-    tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
+    bool is_report_due; /* by the following thread */
+    bool is_silent;     /* the last request to the store had no answer in time */
+    tb_status state;    /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
     bool has_warned;               /* about the loss */
     char mark[33];                 /* the random text under the key "mark", which every store has */

@@ -10,6 +10,7 @@
  *   now/pairs/PAIR/GROUP/0        ephemeral: a hint, which changes when ranks that make the pair have to look at the
  *                                 notes; written by the first rank of the group
  *   summaries/PAIR/GROUP/0        ephemeral: what it knows of the pair then; see tb__summary
+ *   reports/RANK                  ephemeral: what a rank tells whoever looks at the store; see world_report.c
  *
  * All that is followed lies under "now/". In names '~' is written "~0" and '/' "~1", as in JSON pointers. */
 #ifndef TB_BUS_DIRECTORY_KEYS_H
@@ -30,6 +31,7 @@ typedef struct tb__key {
 /* Names must have been checked. */
 tb__key tb__key_of_counter(const char *name, int32_t rank);
 tb__key tb__key_of_rank(int32_t rank);
+#define TB__REPORTS "reports"
 tb__key tb__key_of_block(const char *group, int32_t size);
 tb__key tb__key_of_group(const char *group); /* the prefix of its seats */
 tb__key tb__key_of_seat(const char *group, int32_t index);

@@ -13,6 +13,7 @@
 static void mark_broken(tb__exchange *exchange, tb_status status, bool tell) {
     exchange->state = EXCHANGE_BROKEN;
     tb__handshake_break(&exchange->handshake, status, tell);
+    tb__world_report(exchange->world);
     tb__loop_wake(exchange->world->loop);
     tb__loop_signal(exchange->world->loop);
 }
@@ -198,6 +199,37 @@ static tb_status collect_own_tensors(tb__exchange *exchange, int side) {
 }
 
 static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *message);
+static void add_device(tb__exchange_devices *devices, const char *name) {
+    size_t used = strlen(devices->text), length = strlen(name);
+    for (const char *at = devices->text; (at = strstr(at, name)); at += length) {
+        if ((at == devices->text || at[-1] == ',') && (at[length] == '\0' || at[length] == ','))
+            return;
+    }
+    if (used + length + 2 <= sizeof devices->text)
+        snprintf(devices->text + used, sizeof devices->text - used, "%s%s", used ? "," : "", name);
+}
+
+/* What this process's tensors are on; of an agent's, what the client says. */
+static tb__exchange_devices own_devices(const tb__exchange *exchange) {
+    tb__exchange_devices devices = {""};
+    for (int side = 0; side < 2; side++) {
+        for (size_t i = 0; i < exchange->sides[side].own.count; i++) {
+            const tb__added_tensor *t = exchange->sides[side].own.item[i];
+            if (t->mirrored.device && t->memory_kind != 0) {
+                char name[16];
+                snprintf(name, sizeof name, "%.*s", (int)strcspn(t->mirrored.device, " ,"), t->mirrored.device);
+                add_device(&devices, name);
+                continue;
+            }
+            if (t->is_on_host)
+                add_device(&devices, "host");
+            if (t->device)
+                add_device(&devices, tb__device_unit_name(t->device, t->unit));
+        }
+    }
+    return devices;
+}
+
 static void pack_exchange_manifest(tb__handshake *handshake, tb__pack *pack);
 static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u);
 static void on_manifest_confirmed(tb__handshake *handshake, size_t at);
@@ -230,6 +262,11 @@ static tb_status init_exchange(tb__exchange *exchange) {
     exchange->layouts_hash = hash_layouts(exchange->pair);
     TB_TRY(init_handshake(exchange));
     TB_TRY(number_hosts(exchange));
+    if (tb__handshake_is_lead(&exchange->handshake)) {
+        exchange->devices = tb__calloc(exchange->handshake.npeers, sizeof *exchange->devices);
+        if (!exchange->devices)
+            return TB_NO_MEMORY;
+    }
     for (int side = 0; side < 2; side++) {
         tb__exchange_side *s = &exchange->sides[side];
         size_t size = (size_t)exchange->pair->sides[side].size;
@@ -312,6 +349,7 @@ void tb__exchange_destroy(tb__exchange *exchange) {
     free(exchange->hosts);
     tb__exchange_free_goodbyes(exchange);
     free(exchange->staging);
+    free(exchange->devices);
     tb__handshake_fini(&exchange->handshake);
     free(exchange);
 }
@@ -441,6 +479,8 @@ static void try_agree(tb__exchange *exchange) {
         if (exchange->handshake.ranks[i].is_gone)
             tb__exchange_report_gone(exchange, i);
     }
+    if (exchange->devices)
+        tb__world_report(exchange->world);
     tb__loop_signal(exchange->world->loop);
 }
 
@@ -498,6 +538,7 @@ static void pack_exchange_manifest(tb__handshake *handshake, tb__pack *pack) {
     const tb__exchange *exchange = (const tb__exchange *)handshake;
     tb__pack_u64(pack, exchange->layouts_hash);
     tb__pack_i64(pack, exchange->batch->opts.staging_bytes);
+    tb__pack_string(pack, own_devices(exchange).text);
     tb__pack_u32(pack, (uint32_t)exchange->sides[0].is_here + (uint32_t)exchange->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
         const tb__exchange_side *s = &exchange->sides[side];
@@ -546,6 +587,7 @@ static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack
     tb__exchange *exchange = (tb__exchange *)handshake;
     uint64_t layouts = tb__unpack_u64(u);
     int64_t staging_bytes = tb__unpack_i64(u);
+    const char *devices = tb__unpack_string(u);
     uint32_t nsides = tb__unpack_u32(u);
     tb_status status =
         nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
@@ -553,6 +595,10 @@ static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack
             : tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %u sides, %" PRId64 " staging bytes",
                        handshake->peers[at]->label, exchange->what, (unsigned)nsides, staging_bytes);
     exchange->staging[at] = staging_bytes;
+    if (exchange->devices) {
+        snprintf(exchange->devices[at].text, sizeof exchange->devices[at].text, "%s", devices);
+        tb__world_report(exchange->world);
+    }
     if (status == TB_OK && layouts != exchange->layouts_hash)
         status = tb__fail(TB_CONFLICT, "%s has made pair '%s' with other layouts: it has to be made again",
                           handshake->peers[at]->label, exchange->pair->name);

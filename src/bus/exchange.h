@@ -101,6 +101,11 @@ typedef struct tb__goodbye {
     char *why; /* of the failure */
 } tb__goodbye;
 
+/* "cuda:3", "host", "host,cuda:0"; "": it has no tensors */
+typedef struct tb__exchange_devices {
+    char text[48];
+} tb__exchange_devices;
+
 struct tb__exchange {
     tb__handshake handshake; /* first: messages find the exchange through it */
     tb_world *world;
@@ -108,12 +113,13 @@ struct tb__exchange {
     tb_pair *pair; /* for names and peers */
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__exchange_side sides[2];
-    tb__goodbye (*goodbyes)[2]; /* by peer that has left, and by sending side */
-    int64_t *staging;           /* by peer: its bound on staging memory */
-    int64_t staging_bytes;      /* the least of all ranks */
-    uint64_t layouts_hash;      /* of the pair's layouts */
-    bool checksum;              /* any rank asks for it */
-    int32_t *hosts;             /* by rank; NULL: one host */
+    tb__goodbye (*goodbyes)[2];    /* by peer that has left, and by sending side */
+    int64_t *staging;              /* by peer: its bound on staging memory */
+    int64_t staging_bytes;         /* the least of all ranks */
+    tb__exchange_devices *devices; /* by peer, at leads: what its tensors are on */
+    uint64_t layouts_hash;         /* of the pair's layouts */
+    bool checksum;                 /* any rank asks for it */
+    int32_t *hosts;                /* by rank; NULL: one host */
     size_t nhosts;
     enum { EXCHANGE_WAITING, EXCHANGE_AGREED, EXCHANGE_BROKEN } state;
     bool has_agreed;

@@ -22,7 +22,7 @@ static bool unpack_refusal(tb__unpack *u, tb__pair_refusal *out) {
     return !u->failed;
 }
 
-static bool unpack_note(const tb__note *from, tb__pair_note *out) {
+bool tb__pair_read_note(const tb__note *from, tb__pair_note *out) {
     tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
@@ -33,7 +33,7 @@ static bool unpack_note(const tb__note *from, tb__pair_note *out) {
 }
 
 bool tb__pair_read_request(const tb__note *from, tb__pair_note *out) {
-    return unpack_note(from, out) && out->refusal.status == TB_OK;
+    return tb__pair_read_note(from, out) && out->refusal.status == TB_OK;
 }
 
 bool tb__pair_is_request(const tb__note *from) {
@@ -111,7 +111,7 @@ tb_status tb__pair_check_refusals(const tb_pair *pair, const tb__notes *notes, t
     *last_round = pair->round;
     for (size_t i = 0; i < notes->count; i++) {
         tb__pair_note n;
-        if (!unpack_note(&notes->item[i], &n))
+        if (!tb__pair_read_note(&notes->item[i], &n))
             continue;
         *last_round = n.round > *last_round ? n.round : *last_round;
         if (status != TB_OK || n.refusal.status == TB_OK || n.round < pair->round || is_outdated(pair, &n.refusal))

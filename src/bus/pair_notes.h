@@ -32,7 +32,9 @@ static inline bool tb__is_refusal(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
-/* False: the note is a refusal, or malformed. The strings point into the note. */
+/* False: the note is malformed. The strings point into the note. */
+bool tb__pair_read_note(const tb__note *from, tb__pair_note *out);
+/* False also if it is a refusal. */
 bool tb__pair_read_request(const tb__note *from, tb__pair_note *out);
 
 /* The reason for which another rank has refused the pair; "" if none has. */

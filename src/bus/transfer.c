@@ -38,6 +38,7 @@ static void finish_transfer(tb_transfer *t) {
     tb__phases_enter(&t->phases, TB_PHASE_WAIT);
     t->has_ended = true;
     t->ended = tb__seconds();
+    t->batch->ended = tb__unix_seconds();
     t->task.deadline_ms = INT64_MAX;
     tb__batch_update_version(t->batch);
     for (size_t i = 0; i < t->nparts; i++) {

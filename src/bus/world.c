@@ -101,7 +101,8 @@ static tb_status join_bus(tb_world *world, const char *url, const char *group, i
                                     .changed = on_directory_change,
                                     .arg = world,
                                     .only_hints = true,
-                                    .is_lead = tb__pair_is_request};
+                                    .is_lead = tb__pair_is_request,
+                                    .report = tb__world_add_report};
     int64_t deadline_ms = tb__world_deadline(world, 0);
     world->plans.limit = o->plan_bytes ? (size_t)o->plan_bytes : DEFAULT_PLAN_BYTES;
     TB_TRY(tb_plan_cache_create(&world->cache));

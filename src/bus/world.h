@@ -104,6 +104,11 @@ void tb__world_ref(tb_world *world);
 void tb__world_unref(tb_world *world);
 /* Makes all waiting calls check their conditions again. Without the lock. */
 void tb__world_wake_waiters(tb_world *world);
+/* Has what this process tells in the store of batches that it leads written again, soon: see world_report.c. Any
+ * thread, with or without the lock. */
+void tb__world_report(tb_world *world);
+/* The directory's thread asks for it. Without the lock. */
+void tb__world_add_report(void *world, tb__text *out);
 /* The deadline of a call that was given a timeout; 0 is the world's. */
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__membership *tb__world_find_membership(const tb_world *world,
@@ -258,6 +263,7 @@ struct tb_batch {
     tb_transfer *sending, *receiving;
     tb__memory_user memory;
     uint64_t nsends;         /* sends begun by this process */
+    int64_t ended;           /* the time when its last transfer ended, in seconds since 1970; 0: none has */
     uint64_t common_version; /* the last version that all pairs had at the same time */
     size_t nstarting;        /* calls that are about to begin a transfer */
     _Atomic uint32_t *mark;  /* set before a receive writes the tensors; NULL: nobody looks at it */

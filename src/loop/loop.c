@@ -447,6 +447,7 @@ tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
     loop->rank = opts->rank;
     loop->transport_rank = tb__transport_rank(opts->rank, opts->incarnation);
     tb__get_machine_id(opts->host, loop->host);
+    loop->begun = tb__unix_seconds();
     pthread_mutex_init(&loop->lock, NULL);
     pthread_mutex_init(&loop->adopted_lock, NULL);
     tb__monotonic_cond_init(&loop->changed);

@@ -130,6 +130,17 @@ void tb__loop_add_task(tb__loop *loop, tb__task *task);
 /* Waits until no step of it is running. */
 void tb__loop_remove_task(tb__loop *loop, tb__task *task);
 
+/* What a contact says of its process. */
+typedef struct tb__contact {
+    char host[TB__CONTACT_PREFIX + 1]; /* id of its machine */
+    char version[32];
+    char transports[96]; /* to others: "shm,ucx" */
+    int64_t begun;       /* when it joined, in seconds since 1970; 0: it does not say */
+} tb__contact;
+
+/* False: it is malformed. Any thread. */
+bool tb__contact_read(const void *contact, size_t nbytes, tb__contact *out);
+
 /* TB_REFUSED if the process has another minor version, which may have another protocol. Any thread. */
 tb_status tb__contact_check_version(const void *contact, size_t nbytes, const char *label);
 

@@ -27,6 +27,7 @@ struct tb__loop {
     int epoll, wake, timer;
     int64_t timer_ms; /* what the timer is set to */
     char host[TB__CONTACT_PREFIX];
+    int64_t begun;                               /* in seconds since 1970 */
     tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */
     size_t ntransports;
     bool is_transport_requested;                  /* opts name one of them, which is used for all peers */

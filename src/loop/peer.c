@@ -69,6 +69,7 @@ tb_status tb__loop_contact(tb__loop *loop, tb__pack *out) {
         tb__pack_string(&pack, t->ops->name);
         tb__pack_bytes(&pack, address, nbytes);
     }
+    tb__pack_i64(&pack, loop->begun);
     if (pack.failed) {
         tb__pack_fini(&pack);
         return TB_NO_MEMORY;
@@ -490,6 +491,31 @@ tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
 }
 
 /* ---- Peers ---------------------------------------------------------------------------------------------------- */
+
+bool tb__contact_read(const void *contact, size_t nbytes, tb__contact *out) {
+    tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
+    const void *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX);
+    const char *version = tb__unpack_string(&reader);
+    uint32_t ntransports = tb__unpack_u32(&reader);
+    size_t used = 0, ignored;
+    *out = (tb__contact){.begun = 0};
+    if (reader.failed)
+        return false;
+    memcpy(out->host, host, TB__CONTACT_PREFIX);
+    snprintf(out->version, sizeof out->version, "%s", version);
+    for (uint32_t i = 0; i < ntransports && !reader.failed; i++) {
+        const char *name = tb__unpack_string(&reader);
+        tb__unpack_bytes(&reader, &ignored);
+        if (!reader.failed && used < sizeof out->transports && strcmp(name, tb__self_ops.name) != 0)
+            used +=
+                (size_t)snprintf(out->transports + used, sizeof out->transports - used, "%s%s", used ? "," : "", name);
+    }
+    if (reader.failed)
+        return false;
+    if (reader.at < reader.end) /* 0.1 ends here */
+        out->begun = tb__unpack_i64(&reader);
+    return !reader.failed;
+}
 
 tb_status tb__contact_check_version(const void *contact, size_t nbytes, const char *label) {
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};

@@ -77,6 +77,19 @@ void tool_take_version(tool_table *table, const json_t *batch);
 /* How many of the report's peers are alive. */
 size_t tool_count_alive(const json_t *report);
 
+/* ---- The bus, by its store (status_store.c) -------------------------------------------------------------------- */
+
+typedef struct tool_store_status {
+    const char *store, *token; /* NULL: none */
+    int timeout_ms;
+    int watch_ms; /* from one look to the next, for ever; 0: one look */
+    bool is_json;
+    bool all; /* each seat */
+} tool_store_status;
+
+/* Returns an exit status. */
+int tool_status_store(const tool_store_status *opts);
+
 /* ---- The screen of `top` (top_screen.c) ---------------------------------------------------------------------- */
 
 void top_draw(tb__text *out, const tool_agents *agents);

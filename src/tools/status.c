@@ -1,23 +1,30 @@
-/* tensorbus status: what agents do, as tables or as JSON. */
+/* tensorbus status: what agents of this machine do, or who is on the bus, as tables or as JSON. */
 #include "tools/agents.h"
 
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
 
-enum { SOCKET, ALL, TOKEN_FILE, TIMEOUT, JSON };
+enum { STORE, SOCKET, ALL, TOKEN_FILE, TIMEOUT, WATCH, INTERVAL, JSON };
 
 static const tool_option options[] = {
+    [STORE] = {"store", "URL", "the bus, as this store knows it: all machines, whoever has a seat"},
     [SOCKET] = {"socket", "PATH", "only the agent that listens there"},
-    [ALL] = {"all", NULL, "also sockets that agents have left behind when they were killed"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the agents' token"},
-    [TIMEOUT] = {"timeout", "SECONDS", "how long an agent may take to answer (5)"},
-    [JSON] = {"json", NULL, "print JSON: the agents' reports"},
+    [ALL] = {"all", NULL, "also sockets that agents have left behind when they were killed; with --store, each seat"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store, or of the agents"},
+    [TIMEOUT] = {"timeout", "SECONDS", "how long an agent or the store may take to answer (5)"},
+    [WATCH] = {"watch", NULL, "with --store: look again and again"},
+    [INTERVAL] = {"interval", "SECONDS", "with --watch: from one look to the next (2)"},
+    [JSON] = {"json", NULL, "print JSON: the agents' reports; with --store, the bus, in one line"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
-    "Without --socket, all agents of this user with a socket in $XDG_RUNTIME_DIR/tensorbus, or in\n"
+    "With --store: groups, their seats and who is missing; machines by their names, with what their ranks' tensors\n"
+    "are on, their transports and versions, and how long ago they joined; pairs, and who has not asked for them;\n"
+    "batches, and the version that each group has. Batches are what the first rank of each group reports, once a\n"
+    "second at most.\n\n"
+    "Without --store and --socket, all agents of this user with a socket in $XDG_RUNTIME_DIR/tensorbus, or in\n"
     "/tmp/tensorbus-UID where that variable is not set. If one of them does not answer, the others are shown,\n"
     "and the exit status is 1. docs/protocol.md says what reports hold.\n";
 
@@ -245,12 +252,12 @@ static int tell_failures(const tool_agents *agents, bool wants_ended) {
     return nfound > 0 ? exit_status : tool_fail(TOOL_FAILED, "there is no agent in %s", agents->folder);
 }
 
-static tb_status read_timeout(const char *text, int *out) {
+static tb_status read_seconds(const tool_option *option, double least, const char *text, int *out) {
     char *end;
     errno = 0;
     double seconds = strtod(text, &end);
-    if (errno || end == text || *end || !(seconds >= 0.01 && seconds <= 3600))
-        return tb__fail(TB_INVALID, "--timeout takes seconds from 0.01 to 3600, not '%.60s'", text);
+    if (errno || end == text || *end || !(seconds >= least && seconds <= 3600))
+        return tb__fail(TB_INVALID, "--%s takes seconds from %g to 3600, not '%.60s'", option->name, least, text);
     *out = (int)(seconds * 1e3);
     return TB_OK;
 }
@@ -258,15 +265,31 @@ static tb_status read_timeout(const char *text, int *out) {
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     char token[TOOL_MAX_TOKEN];
-    int timeout_ms = 5000;
+    int timeout_ms = 5000, interval_ms = 2000;
     tool_agents agents = {.socket = value[SOCKET], .name = "tensorbus status"};
     if (value[SOCKET] && value[ALL])
         return tool_fail(TOOL_BAD_INPUT, "--all does not go with --socket");
-    tb_status status = value[TIMEOUT] ? read_timeout(value[TIMEOUT], &timeout_ms) : TB_OK;
+    if (value[STORE] && value[SOCKET])
+        return tool_fail(TOOL_BAD_INPUT, "--socket does not go with --store");
+    if (!value[STORE] && value[WATCH])
+        return tool_fail(TOOL_BAD_INPUT,
+                         "--watch needs --store URL; `tensorbus top` watches the agents of this machine");
+    if (!value[WATCH] && value[INTERVAL])
+        return tool_fail(TOOL_BAD_INPUT, "--interval needs --watch");
+    tb_status status = value[TIMEOUT] ? read_seconds(&options[TIMEOUT], 0.01, value[TIMEOUT], &timeout_ms) : TB_OK;
+    if (status == TB_OK && value[INTERVAL])
+        status = read_seconds(&options[INTERVAL], 0.1, value[INTERVAL], &interval_ms);
     if (status == TB_OK && value[TOKEN_FILE]) {
         status = tool_read_token(value[TOKEN_FILE], token);
         agents.token = token;
     }
+    if (status == TB_OK && value[STORE])
+        return tool_status_store(&(tool_store_status){.store = value[STORE],
+                                                      .token = agents.token,
+                                                      .timeout_ms = timeout_ms,
+                                                      .watch_ms = value[WATCH] ? interval_ms : 0,
+                                                      .is_json = value[JSON] != NULL,
+                                                      .all = value[ALL] != NULL});
     if (status == TB_OK)
         status = tool_agents_find(&agents);
     if (status != TB_OK) {
@@ -286,8 +309,9 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_status = {
     .name = "status",
-    .summary = "show what agents do: clients, pairs, batches, transfers, peers",
-    .usage = "[--all] [--json] [OPTION...]\n--socket PATH [--json] [OPTION...]",
+    .summary = "show the bus, or what agents do: groups, machines, pairs, batches, transfers",
+    .usage = "--store URL [--all] [--watch] [--json] [OPTION...]\n[--all] [--json] [OPTION...]\n"
+             "--socket PATH [--json] [OPTION...]",
     .details = details,
     .options = options,
     .run = run,
