@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+import math
 import operator
+import pickle
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorbus as tb
 
@@ -29,18 +30,87 @@ class PlanError(tb.Invalid, RuntimeError):
 # ---- From metadata to layouts ---------------------------------------------------------------------------------------
 
 
-class Holders:
-    """The ranks of one side that have a part of a parameter."""
+class Facts(NamedTuple):
+    """What decides how a rank's part of a parameter fits in with those of others."""
 
-    def __init__(self, name: str, metas: Sequence[ParameterMetadata]) -> None:
-        first = metas[0]
-        self.name = name
-        self.shapes = {meta.owner_rank: tuple(meta.shape) for meta in metas}
-        self.groups = sorted({tuple(meta.tensor_parallel_group_ranks or (meta.owner_rank,)) for meta in metas})
+    shape: tuple[int, ...]
+    dtype: Any
+    element_size: int
+    dim: int | None  # along which it is cut; None: not marked as cut
+    stride: int
+    sizes: tuple[int, ...] | None
+    group: int  # the number of the tensor-parallel group, among the rank's
+
+
+class Body:
+    """Parameters of a rank: those with the same facts together. Ranks that are alike share it."""
+
+    def __init__(self, entries: Sequence[tuple[Facts, Sequence[str]]]) -> None:
+        self.entries = entries
+        self.ranks: list[tuple[int, Sequence[tuple[int, ...]]]] = []  # who has it, with their groups
+        self._places: dict[str, int] | None = None
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The parameters by name, in order."""
+        if self._places is None:
+            keys = itertools.chain.from_iterable(keys for _, keys in self.entries)
+            self._places = {key: place for place, key in enumerate(keys)}
+        return self._places
+
+
+Entries = tuple[tuple[Body, Facts], ...]  # where a parameter is, on all ranks of a side
+
+
+class Side:
+    """What all ranks have of one of the models.
+
+    A plan for one of hundreds of ranks takes far less time than to look at each parameter of each rank, because ranks
+    that are alike have one body, and parameters that are alike have the same entries, from which they get one plan.
+    """
+
+    def __init__(self) -> None:
+        self.where: dict[str, Entries] = {}  # by key
+        self.names: dict[int, dict[str, str]] = {}  # of ranks that were asked for: their own names by key
+        self._holders: dict[Entries, Holders] = {}
+        self._bodies: dict[int, Body] = {}
+
+    def add(self, bodies: Iterable[Body]) -> None:
+        """Adds all bodies of the side; no more can be added then."""
+        for body in bodies:
+            self._bodies.update((rank, body) for rank, _ in body.ranks)
+            for facts, keys in body.entries:
+                entry = ((body, facts),)
+                if self.where.keys().isdisjoint(keys):
+                    self.where.update(dict.fromkeys(keys, entry))
+                else:
+                    self.where.update([(key, (*self.where.get(key, ()), *entry)) for key in keys])
+
+    def place(self, rank: int, key: str) -> int:
+        """The number of a parameter among those of the rank."""
+        return self._bodies[rank].places[key]
+
+    def holders(self, key: str) -> Holders:
+        """Those of a parameter; the same object for all that are alike."""
+        entries = self.where[key]
+        found = self._holders.get(entries)
+        if found is None:
+            found = self._holders[entries] = Holders(key, entries)
+        return found
+
+
+class Holders:
+    """The ranks of one side that have a part of a parameter, and of all that are like it."""
+
+    def __init__(self, name: str, entries: Entries) -> None:
+        self.name = name  # of the first one
+        self.shapes = {rank: facts.shape for body, facts in entries for rank, _ in body.ranks}
+        groups = {groups[facts.group] or (rank,) for body, facts in entries for rank, groups in body.ranks}
+        self.groups = sorted(groups)
         self.width = len(self.groups[0])
-        self.dim = first.partition_dim if first.is_tp else None
-        self.stride = max(1, first.partition_stride) if first.is_tp else 1
-        self.sizes = first.partition_sizes
+        self.first = first = entries[0][1]  # what it is marked as is the same on all ranks
+        self.dim, self.sizes = first.dim, first.sizes
+        self.stride = max(1, first.stride) if first.dim is not None else 1
 
     def shape_of_copies(self) -> tuple[int, ...]:
         """The global shape, if every rank has all of it."""
@@ -116,9 +186,10 @@ class Holders:
 
 
 def cut(
-    name: str, src: Holders, dst: Holders, src_seats: Mapping[int, int] | None, dst_seats: Mapping[int, int] | None
+    src: Holders, dst: Holders, src_seats: Mapping[int, int] | None, dst_seats: Mapping[int, int] | None
 ) -> tuple[tuple[int, ...], str, str]:
     """The global shape of a parameter, and both sides' layouts."""
+    name = dst.name
     for src_dim, shape in src.readings(dst):
         for dst_dim, other_shape in dst.readings(src):
             if shape != other_shape:
@@ -166,34 +237,165 @@ def find_source(name: str, sources: Mapping[str, Any]) -> str:
     raise PlanError(f"the target's parameter '{name}' is not found in the source model")
 
 
+# ---- What ranks tell ------------------------------------------------------------------------------------------------
+
+Told = tuple[list[tuple[int, ...]], bytes, list[str]] | None  # a rank's groups, its body, and its own names
+
+
+def tell(metas: Sequence[ParameterMetadata]) -> Told:
+    """What a rank tells all others of a model. The body is the same for all ranks that are alike."""
+    if not metas:
+        return None
+    groups: dict[tuple[int, ...], int] = {}
+    numbers: dict[int, int] = {}  # by id
+    entries: dict[Any, tuple[list[str], list[str]]] = {}
+    for meta in metas:
+        ranks = meta.tensor_parallel_group_ranks
+        number = numbers.get(id(ranks))
+        if number is None:
+            number = numbers[id(ranks)] = groups.setdefault(tuple(ranks or ()), len(groups))
+        facts = _facts(meta, number)
+        keys, names = entries.get(facts) or entries.setdefault(facts, ([], []))
+        keys.append(key_of(meta) if meta.is_ep else meta.resolved_name or meta.name)
+        names.append(meta.name)
+    body = pickle.dumps([(tuple(facts), keys) for facts, (keys, _) in entries.items()])
+    return list(groups), body, [name for _, names in entries.values() for name in names]
+
+
+def _facts(meta: ParameterMetadata, group: int) -> Facts:
+    sizes = None if meta.partition_sizes is None else tuple(meta.partition_sizes)
+    dim = meta.partition_dim if meta.is_tp else None
+    return Facts(tuple(meta.shape), meta.dtype, meta.element_size, dim, meta.partition_stride, sizes, group)
+
+
+def side_of(told: Sequence[Told], me: int) -> Side:
+    """A side from what ranks 0, 1, ... have told, as rank ``me`` needs it."""
+    side, bodies = Side(), {}
+    for rank, each in enumerate(told):
+        if each is None:
+            continue
+        groups, text, names = each
+        body = bodies.get(text)
+        if body is None:
+            body = bodies[text] = Body([(Facts(*facts), keys) for facts, keys in pickle.loads(text)])
+        body.ranks.append((rank, groups))
+        if rank == me:
+            side.names[me] = dict(zip(body.places, names, strict=True))
+    side.add(bodies.values())
+    return side
+
+
 # ---- Plans ----------------------------------------------------------------------------------------------------------
 
-
-@functools.lru_cache(maxsize=4096)
-def _plan(src: str, dst: str, shape: tuple[int, ...], element_size: int) -> tb.Plan:
-    return tb.plan(src, dst, shape, _DTYPES.get(element_size, "u8"))
+Piece = tuple[int, tuple[slice, ...], tuple[slice, ...]]  # from or to whom, and the slices there and here
 
 
-@functools.lru_cache(maxsize=65536)
-def _received(plan: tb.Plan, rank: int, rotation: int) -> tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...]:
-    """What the rank receives: from whom, and the slices there and here."""
-    found = []
-    for route in plan.routes(rank, rotation):
-        if rank in route.targets:
-            assert route.source is not None
-            found.append((route.source, route.source_start, route.target_start, route.lengths))
-    found.sort(key=lambda piece: piece[2])
-    return tuple((source, _slices(a, n), _slices(b, n)) for source, a, b, n in found)
+class Parameter:
+    """The plan for all parameters that are alike on both sides."""
 
+    def __init__(self, src: Holders, dst: Holders) -> None:
+        shape, src_layout, dst_layout = cut(src, dst, None, None)
+        self._plan = tb.plan(src_layout, dst_layout, shape, _DTYPES.get(src.first.element_size, "u8"))
+        # As many rotations as it takes until replicas of the source have sent alike.
+        copies = len(src.groups), len(dst.groups)
+        self.nrotations = min(64, copies[0] // math.gcd(*copies))
+        self._received: dict[tuple[int, int], list[Piece]] = {}
+        self._sent: dict[tuple[int, int], list[tuple[int, list[tuple[int, Piece]]]]] = {}
 
-@functools.lru_cache(maxsize=65536)
-def _receivers(plan: tb.Plan, rank: int, rotation: int) -> tuple[int, ...]:
-    found = {target for route in plan.routes(rank, rotation) if route.source == rank for target in route.targets}
-    return tuple(sorted(found))
+    def rotation(self, key: str) -> int:
+        """Which of the rotations a parameter has, the same on all ranks."""
+        return zlib.crc32(key.encode()) % self.nrotations if self.nrotations > 1 else 0
+
+    def received(self, rank: int, rotation: int) -> list[Piece]:
+        """What a rank receives."""
+        found = self._received.get((rank, rotation))
+        if found is None:
+            routes = [route for route in self._plan.routes(rank, rotation) if rank in route.targets]
+            routes.sort(key=lambda route: route.target_start)
+            found = self._received[rank, rotation] = [
+                (route.source, _slices(route.source_start, route.lengths), _slices(route.target_start, route.lengths))
+                for route in routes
+                if route.source is not None
+            ]
+        return found
+
+    def sent(self, rank: int, rotation: int) -> list[tuple[int, list[tuple[int, Piece]]]]:
+        """What a rank sends: to each target the pieces, with their numbers among those that the target receives."""
+        found = self._sent.get((rank, rotation))
+        if found is None:
+            routes = self._plan.routes(rank, rotation)
+            targets = sorted({target for route in routes if route.source == rank for target in route.targets})
+            found = self._sent[rank, rotation] = [
+                (target, [(i, piece) for i, piece in enumerate(self.received(target, rotation)) if piece[0] == rank])
+                for target in targets
+            ]
+        return found
 
 
 def _slices(start: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, lengths, strict=True))
+
+
+class Planner:
+    """Plans parameter by parameter; those that are alike share a plan."""
+
+    def __init__(self, src: Side, dst: Side) -> None:
+        self._src, self._dst = src, dst
+        self.other_sources = {key: find_source(key, src.where) for key in dst.where.keys() - src.where.keys()}
+        self._plans: dict[tuple[Holders, Holders], Parameter] = {}
+        self._known: dict[tuple[int, int], Parameter] = {}  # by entries, which are mostly the same objects
+
+    def plan(self, key: str) -> Parameter:
+        """That of a parameter of the target."""
+        src_key = self.other_sources.get(key, key)
+        both = id(self._src.where[src_key]), id(self._dst.where[key])
+        found = self._known.get(both)
+        if found is None:
+            holders = self._src.holders(src_key), self._dst.holders(key)
+            found = self._plans.get(holders)
+            if found is None:
+                found = self._plans[holders] = Parameter(*holders)
+            self._known[both] = found
+        return found
+
+
+def _build(src: Side, dst: Side, me: int) -> ReshardPlan:
+    """What this rank sends and receives; all ranks come to plans that fit together, each by itself.
+
+    An operation's id is made of the receiver's rank, the parameter's place among those of the receiver, and the number
+    of the piece, so that it stays the same when ranks are added.
+    """
+    planner = Planner(src, dst)
+    other_sources = planner.other_sources
+    sends: list[TransferOp] = []
+    recvs: list[TransferOp] = []
+    for place, (key, name) in enumerate(dst.names.get(me, {}).items()):
+        plan = planner.plan(key)
+        task = _first_task(me, place)
+        for source, there, here in plan.received(me, plan.rotation(key)):
+            recvs.append(TransferOp(name, source, False, here, there, task))
+            task += 1
+    mine = src.names.get(me, {})
+    keys = [key for key in mine if key in dst.where]
+    keys += [key for key, source in other_sources.items() if source in mine]
+    for key in keys:
+        name = mine[other_sources.get(key, key)]
+        plan = planner.plan(key)
+        for target, pieces in plan.sent(me, plan.rotation(key)):
+            first = _first_task(target, dst.place(target, key))
+            sends += [TransferOp(name, target, True, there, here, first + i) for i, (_, there, here) in pieces]
+    sends.sort(key=_task_of)
+    return ReshardPlan(sends, recvs)
+
+
+def _first_task(target: int, place: int) -> int:
+    return (target << 40) | (place << 16)
+
+
+_task_of = operator.attrgetter("task_id")
+
+
+# ---- Megatron's functions -------------------------------------------------------------------------------------------
 
 
 def index_metadata_rosters(
@@ -214,118 +416,65 @@ def build_plan_from_rosters(
     src_param_metadata: Roster,
     my_global_rank: int,
 ) -> ReshardPlan:
-    """What this rank sends and receives; all ranks come to plans that fit together, each by itself.
+    """What this rank sends and receives, from the metadata of all ranks.
 
-    An operation's id is made of the receiver's rank, the parameter's place among those of the receiver, and the number
-    of the piece, so that it stays the same when ranks are added.
+    ``build_local_reshard_plan`` needs less time: there ranks tell what they have in a form from which planning is
+    faster. Most of what this takes is to look at each parameter of each rank.
     """
-    me = my_global_rank
-    wanted = _by_name(dst_param_metadata_by_rank)
-    owned = dst_param_metadata_by_rank.get(me, {})
-    places: dict[int, dict[str, int]] = {}
-    layouts: dict[Any, tuple[tuple[int, ...], str, str]] = {}
-    src_kinds, dst_kinds = _Kinds(src_param_metadata), _Kinds(wanted)
-    sends: list[TransferOp] = []
-    recvs: list[TransferOp] = []
-    for name, dst in wanted.items():
-        src_name = find_source(name, src_param_metadata)
-        src = src_param_metadata[src_name]
-        kind = src_kinds.find(src_name)
-        mine = src[kind.owners[me]] if me in kind.owners else None
-        own = owned.get(name)
-        if mine is None and own is None:
-            continue
-        both = kind, dst_kinds.find(name)
-        found = layouts.get(both)
-        if found is None:
-            found = layouts[both] = cut(name, Holders(name, src), Holders(name, dst), None, None)
-        shape, src_layout, dst_layout = found
-        plan = _plan(src_layout, dst_layout, shape, src[0].element_size)
-        rotation = zlib.crc32(name.encode()) % 64  # so that replicas of a source share the parameters
-        targets = {me} if own is not None else set()
-        targets |= set(_receivers(plan, me, rotation)) if mine is not None else set()
-        for target in targets:
-            if target not in places:
-                places[target] = {each: i for i, each in enumerate(dst_param_metadata_by_rank[target])}
-            base = (target << 40) | (places[target][name] << 16)
-            for i, (source, there, here) in enumerate(_received(plan, target, rotation)):
-                if target == me and own is not None:
-                    recvs.append(TransferOp(own.name, source, False, here, there, base + i))
-                if source == me and mine is not None:
-                    sends.append(TransferOp(mine.name, target, True, there, here, base + i))
-    recvs.sort(key=_task)
-    sends.sort(key=_task)
-    return ReshardPlan(sends, recvs)
+    dst = _side_of_columns(dst_param_metadata_by_rank.items(), my_global_rank)
+    src = _side_of_columns(_by_rank(src_param_metadata), my_global_rank)
+    return _build(src, dst, my_global_rank)
 
 
-def _task(op: TransferOp) -> int:
-    return op.task_id or 0
+Column = Mapping[str, ParameterMetadata]  # parameters of a rank
 
 
-def _by_name(by_rank: Mapping[int, Mapping[str, ParameterMetadata]]) -> dict[str, list[ParameterMetadata]]:
-    """Of each parameter the metadata of all ranks that have it. Ranks with the same parameters are taken together."""
-    alike: dict[tuple[str, ...], list[Mapping[str, ParameterMetadata]]] = {}
-    for metas in by_rank.values():
-        alike.setdefault(tuple(metas), []).append(metas)
-    found: dict[str, list[ParameterMetadata]] = {}
-    for names, its in alike.items():
-        for name, column in zip(names, zip(*(metas.values() for metas in its), strict=True), strict=True):
-            if name in found:
-                found[name] += column
+def _by_rank(roster: Roster) -> Iterator[tuple[int, Column]]:
+    """The columns of a roster: for names that the same ranks have, one for each rank."""
+    blocks: dict[tuple[int, int], list[str]] = {}  # of names that the same ranks have, most probably
+    for name, metas in roster.items():
+        blocks.setdefault((len(metas), metas[0].owner_rank), []).append(name)
+    apart: dict[int, dict[str, ParameterMetadata]] = {}
+    for names in blocks.values():
+        for metas in zip(*(roster[name] for name in names), strict=True):
+            owners = [meta.owner_rank for meta in metas]
+            if owners.count(owners[0]) == len(owners):
+                yield owners[0], dict(zip(names, metas, strict=True))
             else:
-                found[name] = list(column)
-    return found
+                for owner, name, meta in zip(owners, names, metas, strict=True):
+                    apart.setdefault(owner, {})[name] = meta
+    yield from apart.items()
 
 
-_owner_of = operator.attrgetter("owner_rank")
-_shape_of = operator.attrgetter("shape")
-_group_of = operator.attrgetter("tensor_parallel_group_ranks")
-
-
-class _Kind:
-    """What decides the layout: parameters that are alike in it, such as those of all layers, have one plan."""
-
-    def __init__(self, facts: Any, metas: Sequence[ParameterMetadata]) -> None:
-        self.facts = facts
-        self.owners = {meta.owner_rank: i for i, meta in enumerate(metas)}
-
-
-class _Kinds:
-    """The kinds of one side's parameters.
-
-    The metadata of all ranks are looked at, which is most of the time that planning takes. So it is done rank by rank,
-    because those of a rank lie together in memory, and without a loop in Python. Of what all of a rank's parameters
-    have in common, and of ranks that are alike, nothing is left to compare for each parameter.
-    """
-
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._facts: dict[str, Any] = {}
-        self._known: dict[Any, list[_Kind]] = {}
-        blocks: dict[Any, list[str]] = {}  # of names that the same ranks have, most probably
-        for name, metas in roster.items():
-            blocks.setdefault((len(metas), metas[0].owner_rank), []).append(name)
-        for block, names in blocks.items():
-            rows: list[list[Any]] = []
-            for metas in zip(*(roster[name] for name in names), strict=True):
-                for read in _owner_of, _shape_of, _group_of:
-                    row = list(map(read, metas))
-                    if row.count(row[0]) < len(row) and row not in rows:
-                        rows.append(row)
-            columns = zip(*rows, strict=True) if rows else itertools.repeat(())
-            self._facts.update((name, (block, column)) for name, column in zip(names, columns, strict=False))
-
-    def find(self, name: str) -> _Kind:
-        """That of a parameter. What it is marked as is the same on all ranks, so it is read from the first."""
-        metas, facts = self._roster[name], self._facts[name]
-        first = metas[0]
-        sizes = first.partition_sizes and tuple(first.partition_sizes)
-        alike = self._known.setdefault((first.is_tp, first.partition_dim, first.partition_stride, sizes), [])
-        for kind in alike:
-            if kind.facts == facts:
-                return kind
-        alike.append(_Kind(facts, metas))
-        return alike[-1]
+def _side_of_columns(columns: Iterable[tuple[int, Column]], me: int) -> Side:
+    """A side from metadata. A rank may have several columns; what parameters are marked as is the same on all ranks."""
+    side = Side()
+    known: list[tuple[list[str], list[Any], list[int] | None, Body]] = []
+    for rank, column in columns:
+        if not column:
+            continue
+        keys, metas = list(column), list(column.values())
+        shapes = [meta.shape for meta in metas]
+        groups: dict[tuple[int, ...], int] = {}
+        lists = [meta.tensor_parallel_group_ranks for meta in metas]
+        numbers = None  # all in one group
+        if lists.count(lists[0]) == len(lists):
+            groups[tuple(lists[0] or ())] = 0
+        else:
+            numbers = [groups.setdefault(tuple(ranks or ()), len(groups)) for ranks in lists]
+        body = next((each[3] for each in known if each[0] == keys and each[1] == shapes and each[2] == numbers), None)
+        if body is None:
+            entries: dict[Facts, list[str]] = {}
+            for key, meta, number in zip(keys, metas, numbers or itertools.repeat(0), strict=False):
+                entries.setdefault(_facts(meta, number), []).append(key)
+            body = Body(list(entries.items()))
+            known.append((keys, shapes, numbers, body))
+        body.ranks.append((rank, list(groups)))
+        if rank == me:
+            names = side.names.setdefault(me, {})
+            names.update((key, column[key].name) for key in body.places)
+    side.add(each[3] for each in known)
+    return side
 
 
 def read_module(module: Any, rank: int, num_experts: int | None, rank_offset: int) -> list[ParameterMetadata]:
@@ -370,7 +519,12 @@ def build_local_reshard_plan(
 
     rank = dist.get_rank() if group is None else group.rank()
     mine = (
-        read_module(src_module, rank, num_experts, src_rank_offset),
-        read_module(dst_module, rank, num_experts, dst_rank_offset),
+        tell(read_module(src_module, rank, num_experts, src_rank_offset)),
+        tell(read_module(dst_module, rank, num_experts, dst_rank_offset)),
     )
-    return build_plan_from_rosters(*index_metadata_rosters(_meet.gather(mine, group)), rank)
+    return plan_from_told(_meet.gather(mine, group), rank)
+
+
+def plan_from_told(told: Sequence[tuple[Told, Told]], rank: int) -> ReshardPlan:
+    """What this rank does, from what all ranks have told of their source and of their target."""
+    return _build(side_of([src for src, _ in told], rank), side_of([dst for _, dst in told], rank), rank)

@@ -9,7 +9,7 @@ import tensorbus as tb
 
 from .. import _meet
 from . import _planner
-from ._types import ParameterMetadata, ReshardPlan
+from ._types import ReshardPlan
 
 _WIDE = ("torch.float32", "torch.float64")  # what Megatron sends as bf16 to who quantises it
 
@@ -57,8 +57,7 @@ class Refit:
         self._transform = _usable(transform) or _own_transform(dst_model)
         self._dst = dst
         special = {_planner.key_of(meta): how for meta in mine[1] if (how := self._how(meta.name)) is not None}
-        gathered = _meet.gather((*mine, special), group)
-        pairs = [(a, b) for a, b, _ in gathered]
+        gathered = _meet.gather((*map(_planner.tell, mine), special), group)
         quantised = {each for _, _, ranks_special in gathered for each in ranks_special}
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
@@ -69,15 +68,14 @@ class Refit:
         try:
             if bus is None:
                 bus = self._own_bus = _meet.join(group, rank, size, timeout)
-            self._make(bus, name, rank, pairs, quantised)
+            self._make(bus, name, rank, mine, gathered, quantised)
         except BaseException:
             self.close()
             raise
 
-    def _make(self, bus: tb.Bus, name: str, rank: int, gathered: list[Any], quantised: set[str]) -> None:
-        targets, sources = _planner.index_metadata_rosters(gathered)
-        src_seats = {r: i for i, r in enumerate(r for r, (a, _) in enumerate(gathered) if a)}
-        dst_seats = {r: i for i, r in enumerate(r for r, (_, b) in enumerate(gathered) if b)}
+    def _make(self, bus: tb.Bus, name: str, rank: int, mine: Any, gathered: list[Any], quantised: set[str]) -> None:
+        src_seats = {r: i for i, r in enumerate(r for r, (a, _, _) in enumerate(gathered) if a)}
+        dst_seats = {r: i for i, r in enumerate(r for r, (_, b, _) in enumerate(gathered) if b)}
         if not src_seats or not dst_seats:
             raise tb.Invalid("no rank has a source model" if not src_seats else "no rank has a target model")
         source = target = None
@@ -98,26 +96,25 @@ class Refit:
         if source is None and target is None:
             return
         self._batch = bus.batch(name)
-        wanted: dict[str, list[ParameterMetadata]] = {}
-        for metas in targets.values():
-            for key, meta in metas.items():
-                wanted.setdefault(key, []).append(meta)
-        for key, dst_metas in wanted.items():
-            src_metas = sources[_planner.find_source(key, sources)]
-            mine = next((meta for meta in src_metas if meta.owner_rank == rank), None)
-            own = targets[rank].get(key)
-            if mine is None and own is None:
+        src, dst = (_planner.side_of([each[i] for each in gathered], rank) for i in (0, 1))
+        sources, targets = ({_planner.key_of(meta): meta for meta in metas} for metas in mine)
+        known: dict[Any, Any] = {}  # of parameters that are alike
+        for key in dst.where:
+            src_key = _planner.find_source(key, src.where)
+            given, own = sources.get(src_key), targets.get(key)
+            if given is None and own is None:
                 continue
-            shape, src_layout, dst_layout = _planner.cut(
-                key, _planner.Holders(key, src_metas), _planner.Holders(key, dst_metas), src_seats, dst_seats
-            )
-            if mine is not None:
+            holders = src.holders(src_key), dst.holders(key)
+            if holders not in known:
+                known[holders] = _planner.cut(*holders, src_seats, dst_seats)
+            shape, src_layout, dst_layout = known[holders]
+            if given is not None:
                 assert source is not None
-                wire = "bf16" if key in quantised and str(mine.dtype) in _WIDE else None
-                self._add_source(source, key, mine.name, shape, src_layout, wire)
+                wire = "bf16" if key in quantised and str(given.dtype) in _WIDE else None
+                self._add_source(source, key, given.name, shape, src_layout, wire)
             if own is not None:
                 assert target is not None
-                self._add_target(target, key, own.name, shape, dst_layout, src_metas[0].dtype)
+                self._add_target(target, key, own.name, shape, dst_layout, holders[0].first.dtype)
         self._batch.register(self._timeout)
 
     # -- Tensors --
