@@ -3,7 +3,10 @@
     ./dev test torch -k nothing   # makes build/torch-venv, once
     build/torch-venv/bin/python bench/python/megatron_peers.py [--mib 512] [--tensors 300] [--rounds 5]
 
-Planning is one rank's part of it, for 64 and 256 ranks, half of which send (TP8) to the other half (TP4). Moving is by
+Planning is one rank's part of it, for 64 and 256 ranks, half of which send (TP8) to the other half (TP4), in processor
+time. It begins with the rank's metadata and the messages of all ranks, which ``build_local_reshard_plan`` of either
+exchanges, and ends with the operations; the exchange itself, in which a rank waits for others, is left out. A second
+line has ``build_plan_from_rosters`` alone, which gets the metadata of all ranks as objects of Python. Moving is by
 ``swap_model_weights`` with their gloo service, with ours, and by our ``refit``, from four ranks to four others: one
 tensor, and a model of many. Both sides have columns, the source in two stripes (partition_stride 2). All of it is in
 one run, on the same tensors, which are compared.
@@ -13,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
+import pickle
 import statistics
 import sys
 import tempfile
@@ -29,12 +34,12 @@ sys.path[:0] = [str(HERE.parents[1] / "python"), str(HERE.parents[1] / "python" 
 warnings.simplefilter("ignore")
 
 import megatron_models  # noqa: E402
-import tensorbus as tb  # noqa: E402
 import tensorbus.megatron as tm  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core.resharding import planner as their_planner  # noqa: E402
 from megatron.core.resharding import refit as their_refit  # noqa: E402
+from tensorbus.megatron import _planner  # noqa: E402
 
 # ---- Planning -------------------------------------------------------------------------------------------------------
 
@@ -83,33 +88,49 @@ def seconds(function: Any, rounds: int) -> float:
     return statistics.median(taken)
 
 
-def plan_in_library(nranks: int, tensors: int) -> None:
-    """What a batch does of it: a plan for each kind of tensor, and this rank's pieces of every tensor."""
-    half = nranks // 2
-    plans: dict[Any, tb.Plan] = {}
-    for i in range(tensors):
-        place = "R" if i % 10 == 0 else f"StridedShard({i % 2},2)" if i % 10 == 4 else f"Shard({i % 2})"
-        shape = (4096, 4096) if i % 10 else (4096,)
-        if (place, shape) not in plans:
-            layouts = (
-                f"mesh={half // 8},8 place=R,{place}",
-                f"mesh={half // 4},4 place=R,{place} ranks={half}..{nranks - 1}",
-            )
-            plans[place, shape] = tb.plan(*layouts, shape, "bf16")
-        plans[place, shape].routes(nranks - 1, i)
-
-
 def compare_planning(tensors: int, rounds: int) -> None:
-    """Prints how long one rank plans, theirs and ours."""
+    """Prints how long one rank plans, theirs and ours: from messages to the plan, and the function that both have."""
     for nranks in 64, 256:
         gathered = metadata(nranks, tensors)
         rosters = their_planner.index_metadata_rosters(gathered)
-        theirs = seconds(lambda r=rosters, n=nranks: their_planner.build_plan_from_rosters(*r, n - 1), rounds)
-        ours = seconds(lambda r=rosters, n=nranks: tm.build_plan_from_rosters(*r, n - 1), rounds)
-        library = seconds(lambda n=nranks: plan_in_library(n, tensors), rounds)
-        print(f"plan, {nranks} ranks, {tensors} tensors: Megatron {theirs * 1e3:.1f} ms", end="")
-        print(f", build_plan_from_rosters of tensorbus {ours * 1e3:.1f} ms ({theirs / ours:.0f} times)", end="")
-        print(f", the library, from layouts {library * 1e3:.1f} ms ({theirs / library:.0f} times)", flush=True)
+        mine, rank = gathered[-1], nranks - 1
+        messages = [pickle.dumps(pair) for pair in gathered]
+        our_messages = [pickle.dumps(tuple(map(_planner.tell, pair))) for pair in gathered]
+
+        def plan_theirs(mine: Any = mine, rank: int = rank, messages: Any = messages) -> Any:
+            pickle.dumps(mine)
+            found = their_planner.index_metadata_rosters([pickle.loads(each) for each in messages])
+            return their_planner.build_plan_from_rosters(*found, rank)
+
+        def plan_ours(mine: Any = mine, rank: int = rank, messages: Any = our_messages) -> Any:
+            pickle.dumps(tuple(map(_planner.tell, mine)))
+            return _planner.plan_from_told([pickle.loads(each) for each in messages], rank, *mine)
+
+        for what, theirs, ours in (
+            ("from messages", plan_theirs, plan_ours),
+            (
+                "build_plan_from_rosters",
+                lambda r=rosters, n=rank: their_planner.build_plan_from_rosters(*r, n),
+                lambda r=rosters, n=rank: tm.build_plan_from_rosters(*r, n),
+            ),
+        ):
+            check_plans(theirs(), ours())
+            took = seconds(theirs, rounds), seconds(ours, rounds)
+            print(f"plan, {nranks} ranks, {tensors} tensors, {what}: Megatron {took[0] * 1e3:.1f} ms", end="")
+            print(f", tensorbus {took[1] * 1e3:.2f} ms ({took[0] / took[1]:.0f} times)", flush=True)
+
+
+def check_plans(theirs: Any, ours: Any) -> None:
+    """Fails unless both plans write the same elements of the same parameters."""
+    written = []
+    for plan in theirs, ours:
+        sizes: dict[str, int] = {}
+        for op in plan.recv_ops:
+            spans = [span.stop - span.start for span in op.my_slice if span.stop is not None]
+            sizes[op.param_name] = sizes.get(op.param_name, 0) + math.prod(spans) * 4096 ** op.my_slice.count(slice(None))
+        written.append(sizes)
+    assert written[0].keys() == written[1].keys()
+    assert all(written[0][name] == written[1][name] for name in written[0]), "the plans differ"
 
 
 # ---- Moving ---------------------------------------------------------------------------------------------------------

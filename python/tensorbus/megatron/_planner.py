@@ -21,6 +21,7 @@ _DTYPES = {1: "u8", 2: "bf16", 4: "f32", 8: "f64"}  # by size, which is all that
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "word_embeddings.weight")
 
 Roster = Mapping[str, Sequence[ParameterMetadata]]  # of one side, by name
+Named = Mapping[str, ParameterMetadata]  # of one rank and side, by the name that both sides know
 
 
 class PlanError(tb.Invalid, RuntimeError):
@@ -71,7 +72,6 @@ class Side:
 
     def __init__(self) -> None:
         self.where: dict[str, Entries] = {}  # by key
-        self.names: dict[int, dict[str, str]] = {}  # of ranks that were asked for: their own names by key
         self._holders: dict[Entries, Holders] = {}
         self._bodies: dict[int, Body] = {}
 
@@ -86,9 +86,9 @@ class Side:
                 else:
                     self.where.update([(key, (*self.where.get(key, ()), *entry)) for key in keys])
 
-    def place(self, rank: int, key: str) -> int:
-        """The number of a parameter among those of the rank."""
-        return self._bodies[rank].places[key]
+    def places(self, rank: int) -> dict[str, int]:
+        """The numbers of parameters among those of the rank, by key; {} if it has none."""
+        return self._bodies[rank].places if rank in self._bodies else {}
 
     def holders(self, key: str) -> Holders:
         """Those of a parameter; the same object for all that are alike."""
@@ -203,6 +203,11 @@ def cut(
     raise PlanError(f"size mismatch: '{name}' is {shapes[0]} at the source, {shapes[1]} at the target")
 
 
+def by_key(metas: Iterable[ParameterMetadata]) -> dict[str, ParameterMetadata]:
+    """A rank's parameters by the names that both sides know."""
+    return {key_of(meta): meta for meta in metas}
+
+
 _LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
@@ -239,27 +244,21 @@ def find_source(name: str, sources: Mapping[str, Any]) -> str:
 
 # ---- What ranks tell ------------------------------------------------------------------------------------------------
 
-Told = tuple[list[tuple[int, ...]], bytes, list[str]] | None  # a rank's groups, its body, and its own names
+Told = tuple[list[tuple[int, ...]], bytes]  # a rank's groups, and its body; without groups, it has no model
 
 
 def tell(metas: Sequence[ParameterMetadata]) -> Told:
     """What a rank tells all others of a model. The body is the same for all ranks that are alike."""
-    if not metas:
-        return None
     groups: dict[tuple[int, ...], int] = {}
     numbers: dict[int, int] = {}  # by id
-    entries: dict[Any, tuple[list[str], list[str]]] = {}
+    entries: dict[Facts, list[str]] = {}
     for meta in metas:
         ranks = meta.tensor_parallel_group_ranks
         number = numbers.get(id(ranks))
         if number is None:
             number = numbers[id(ranks)] = groups.setdefault(tuple(ranks or ()), len(groups))
-        facts = _facts(meta, number)
-        keys, names = entries.get(facts) or entries.setdefault(facts, ([], []))
-        keys.append(key_of(meta) if meta.is_ep else meta.resolved_name or meta.name)
-        names.append(meta.name)
-    body = pickle.dumps([(tuple(facts), keys) for facts, (keys, _) in entries.items()])
-    return list(groups), body, [name for _, names in entries.values() for name in names]
+        entries.setdefault(_facts(meta, number), []).append(key_of(meta))
+    return list(groups), pickle.dumps([(tuple(facts), keys) for facts, keys in entries.items()])
 
 
 def _facts(meta: ParameterMetadata, group: int) -> Facts:
@@ -268,19 +267,17 @@ def _facts(meta: ParameterMetadata, group: int) -> Facts:
     return Facts(tuple(meta.shape), meta.dtype, meta.element_size, dim, meta.partition_stride, sizes, group)
 
 
-def side_of(told: Sequence[Told], me: int) -> Side:
-    """A side from what ranks 0, 1, ... have told, as rank ``me`` needs it."""
-    side, bodies = Side(), {}
-    for rank, each in enumerate(told):
-        if each is None:
+def side_of(told: Iterable[Told]) -> Side:
+    """A side from what ranks 0, 1, ... have told."""
+    side = Side()
+    bodies: dict[bytes, Body] = {}
+    for rank, (groups, text) in enumerate(told):
+        if not groups:
             continue
-        groups, text, names = each
         body = bodies.get(text)
         if body is None:
             body = bodies[text] = Body([(Facts(*facts), keys) for facts, keys in pickle.loads(text)])
         body.ranks.append((rank, groups))
-        if rank == me:
-            side.names[me] = dict(zip(body.places, names, strict=True))
     side.add(bodies.values())
     return side
 
@@ -341,17 +338,18 @@ class Planner:
 
     def __init__(self, src: Side, dst: Side) -> None:
         self._src, self._dst = src, dst
+        self._targets = dst.where
         self.other_sources = {key: find_source(key, src.where) for key in dst.where.keys() - src.where.keys()}
+        self._sources = src.where | {key: src.where[it] for key, it in self.other_sources.items()}
         self._plans: dict[tuple[Holders, Holders], Parameter] = {}
         self._known: dict[tuple[int, int], Parameter] = {}  # by entries, which are mostly the same objects
 
     def plan(self, key: str) -> Parameter:
         """That of a parameter of the target."""
-        src_key = self.other_sources.get(key, key)
-        both = id(self._src.where[src_key]), id(self._dst.where[key])
+        both = id(self._sources.get(key)), id(self._targets[key])
         found = self._known.get(both)
         if found is None:
-            holders = self._src.holders(src_key), self._dst.holders(key)
+            holders = self._src.holders(self.other_sources.get(key, key)), self._dst.holders(key)
             found = self._plans.get(holders)
             if found is None:
                 found = self._plans[holders] = Parameter(*holders)
@@ -359,30 +357,28 @@ class Planner:
         return found
 
 
-def _build(src: Side, dst: Side, me: int) -> ReshardPlan:
+def _build(src: Side, dst: Side, me: int, sources: Named, targets: Named) -> ReshardPlan:
     """What this rank sends and receives; all ranks come to plans that fit together, each by itself.
 
     An operation's id is made of the receiver's rank, the parameter's place among those of the receiver, and the number
     of the piece, so that it stays the same when ranks are added.
     """
     planner = Planner(src, dst)
-    other_sources = planner.other_sources
     sends: list[TransferOp] = []
     recvs: list[TransferOp] = []
-    for place, (key, name) in enumerate(dst.names.get(me, {}).items()):
-        plan = planner.plan(key)
-        task = _first_task(me, place)
-        for source, there, here in plan.received(me, plan.rotation(key)):
-            recvs.append(TransferOp(name, source, False, here, there, task))
-            task += 1
-    mine = src.names.get(me, {})
-    keys = [key for key in mine if key in dst.where]
-    keys += [key for key, source in other_sources.items() if source in mine]
-    for key in keys:
-        name = mine[other_sources.get(key, key)]
-        plan = planner.plan(key)
+    for key, place in dst.places(me).items() if targets else ():
+        name, plan = targets[key].name, planner.plan(key)
+        first = _first_task(me, place)
+        recvs += [
+            TransferOp(name, source, False, here, there, first + i)
+            for i, (source, there, here) in enumerate(plan.received(me, plan.rotation(key)))
+        ]
+    for key, meta in [*sources.items(), *((key, sources.get(it)) for key, it in planner.other_sources.items())]:
+        if meta is None or key not in dst.where:
+            continue
+        name, plan = meta.name, planner.plan(key)
         for target, pieces in plan.sent(me, plan.rotation(key)):
-            first = _first_task(target, dst.place(target, key))
+            first = _first_task(target, dst.places(target)[key])
             sends += [TransferOp(name, target, True, there, here, first + i) for i, (_, there, here) in pieces]
     sends.sort(key=_task_of)
     return ReshardPlan(sends, recvs)
@@ -405,7 +401,7 @@ def index_metadata_rosters(
     targets: dict[int, dict[str, ParameterMetadata]] = {}
     sources: dict[str, list[ParameterMetadata]] = {}
     for rank, (src, dst) in enumerate(gathered_pairs):
-        targets[rank] = {key_of(meta): meta for meta in dst}
+        targets[rank] = by_key(dst)
         for meta in src:
             sources.setdefault(key_of(meta), []).append(meta)
     return targets, sources
@@ -421,59 +417,56 @@ def build_plan_from_rosters(
     ``build_local_reshard_plan`` needs less time: there ranks tell what they have in a form from which planning is
     faster. Most of what this takes is to look at each parameter of each rank.
     """
-    dst = _side_of_columns(dst_param_metadata_by_rank.items(), my_global_rank)
-    src = _side_of_columns(_by_rank(src_param_metadata), my_global_rank)
-    return _build(src, dst, my_global_rank)
+    me = my_global_rank
+    dst = _side_of_columns(
+        (rank, list(metas), list(metas.values())) for rank, metas in dst_param_metadata_by_rank.items()
+    )
+    columns = list(_columns_of(src_param_metadata))
+    sources = {key: meta for rank, keys, metas in columns if rank == me for key, meta in zip(keys, metas, strict=True)}
+    return _build(_side_of_columns(columns), dst, me, sources, dst_param_metadata_by_rank.get(me, {}))
 
 
-Column = Mapping[str, ParameterMetadata]  # parameters of a rank
+Column = tuple[int, Sequence[str], Sequence[ParameterMetadata]]  # a rank, and parameters that it has
 
 
-def _by_rank(roster: Roster) -> Iterator[tuple[int, Column]]:
-    """The columns of a roster: for names that the same ranks have, one for each rank."""
+def _columns_of(roster: Roster) -> Iterator[Column]:
+    """For names that the same ranks have, a column for each rank."""
     blocks: dict[tuple[int, int], list[str]] = {}  # of names that the same ranks have, most probably
     for name, metas in roster.items():
         blocks.setdefault((len(metas), metas[0].owner_rank), []).append(name)
-    apart: dict[int, dict[str, ParameterMetadata]] = {}
     for names in blocks.values():
         for metas in zip(*(roster[name] for name in names), strict=True):
             owners = [meta.owner_rank for meta in metas]
             if owners.count(owners[0]) == len(owners):
-                yield owners[0], dict(zip(names, metas, strict=True))
+                yield owners[0], names, metas
             else:
-                for owner, name, meta in zip(owners, names, metas, strict=True):
-                    apart.setdefault(owner, {})[name] = meta
-    yield from apart.items()
+                yield from zip(owners, ([name] for name in names), ([meta] for meta in metas), strict=True)
 
 
-def _side_of_columns(columns: Iterable[tuple[int, Column]], me: int) -> Side:
+def _side_of_columns(columns: Iterable[Column]) -> Side:
     """A side from metadata. A rank may have several columns; what parameters are marked as is the same on all ranks."""
     side = Side()
-    known: list[tuple[list[str], list[Any], list[int] | None, Body]] = []
-    for rank, column in columns:
-        if not column:
+    known: dict[str, list[tuple[Any, Body]]] = {}  # by the first key
+    for rank, keys, metas in columns:
+        if not keys:
             continue
-        keys, metas = list(column), list(column.values())
         shapes = [meta.shape for meta in metas]
-        groups: dict[tuple[int, ...], int] = {}
         lists = [meta.tensor_parallel_group_ranks for meta in metas]
+        groups: dict[tuple[int, ...], int] = {tuple(lists[0] or ()): 0}
         numbers = None  # all in one group
-        if lists.count(lists[0]) == len(lists):
-            groups[tuple(lists[0] or ())] = 0
-        else:
+        if lists.count(lists[0]) < len(lists):
             numbers = [groups.setdefault(tuple(ranks or ()), len(groups)) for ranks in lists]
-        body = next((each[3] for each in known if each[0] == keys and each[1] == shapes and each[2] == numbers), None)
+        alike = known.setdefault(keys[0], [])
+        what = keys, shapes, numbers
+        body = next((body for others, body in alike if others == what), None)
         if body is None:
             entries: dict[Facts, list[str]] = {}
             for key, meta, number in zip(keys, metas, numbers or itertools.repeat(0), strict=False):
                 entries.setdefault(_facts(meta, number), []).append(key)
             body = Body(list(entries.items()))
-            known.append((keys, shapes, numbers, body))
+            alike.append((what, body))
         body.ranks.append((rank, list(groups)))
-        if rank == me:
-            names = side.names.setdefault(me, {})
-            names.update((key, column[key].name) for key in body.places)
-    side.add(each[3] for each in known)
+    side.add(body for alike in known.values() for _, body in alike)
     return side
 
 
@@ -519,12 +512,18 @@ def build_local_reshard_plan(
 
     rank = dist.get_rank() if group is None else group.rank()
     mine = (
-        tell(read_module(src_module, rank, num_experts, src_rank_offset)),
-        tell(read_module(dst_module, rank, num_experts, dst_rank_offset)),
+        read_module(src_module, rank, num_experts, src_rank_offset),
+        read_module(dst_module, rank, num_experts, dst_rank_offset),
     )
-    return plan_from_told(_meet.gather(mine, group), rank)
+    return plan_from_told(_meet.gather(tuple(map(tell, mine)), group), rank, *mine)
 
 
-def plan_from_told(told: Sequence[tuple[Told, Told]], rank: int) -> ReshardPlan:
-    """What this rank does, from what all ranks have told of their source and of their target."""
-    return _build(side_of([src for src, _ in told], rank), side_of([dst for _, dst in told], rank), rank)
+def plan_from_told(
+    told: Sequence[tuple[Told, Told]],
+    rank: int,
+    src_metas: Sequence[ParameterMetadata],
+    dst_metas: Sequence[ParameterMetadata],
+) -> ReshardPlan:
+    """What this rank does, from what all ranks have told of their source and of their target, and from its own."""
+    src, dst = (side_of(each) for each in zip(*told, strict=True))
+    return _build(src, dst, rank, by_key(src_metas), by_key(dst_metas))

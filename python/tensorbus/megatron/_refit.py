@@ -74,8 +74,8 @@ class Refit:
             raise
 
     def _make(self, bus: tb.Bus, name: str, rank: int, mine: Any, gathered: list[Any], quantised: set[str]) -> None:
-        src_seats = {r: i for i, r in enumerate(r for r, (a, _, _) in enumerate(gathered) if a)}
-        dst_seats = {r: i for i, r in enumerate(r for r, (_, b, _) in enumerate(gathered) if b)}
+        src_seats = {r: i for i, r in enumerate(r for r, (a, _, _) in enumerate(gathered) if a[0])}
+        dst_seats = {r: i for i, r in enumerate(r for r, (_, b, _) in enumerate(gathered) if b[0])}
         if not src_seats or not dst_seats:
             raise tb.Invalid("no rank has a source model" if not src_seats else "no rank has a target model")
         source = target = None
@@ -96,8 +96,8 @@ class Refit:
         if source is None and target is None:
             return
         self._batch = bus.batch(name)
-        src, dst = (_planner.side_of([each[i] for each in gathered], rank) for i in (0, 1))
-        sources, targets = ({_planner.key_of(meta): meta for meta in metas} for metas in mine)
+        src, dst = (_planner.side_of(each[i] for each in gathered) for i in (0, 1))
+        sources, targets = map(_planner.by_key, mine)
         known: dict[Any, Any] = {}  # of parameters that are alike
         for key in dst.where:
             src_key = _planner.find_source(key, src.where)
