@@ -475,6 +475,24 @@ TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
  * without this process any more; nothing changes for other pairs. */
 TB_API tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair);
 
+/* A tensor that has moved. */
+typedef struct tb_rebinding {
+    tb_pair *pair; /* that it was added to, by this name */
+    const char *name;
+    void *data; /* where this rank's part is now */
+} tb_rebinding;
+
+/* From now on the tensors are where these say, with the strides that they had. Nothing is copied, and only this process
+ * calls it: readers on other ranks are told before its next transfer, and read nothing at the old address any more.
+ * The old memory may be freed afterwards, or before if tb_world_invalidate was called for it; such tensors are valid
+ * again.
+ *
+ * The new memory has to be of the same kind, since peers reach it as they have agreed to: on the same device, and of
+ * tb_alloc only if the old one was. TB_REFUSED if it is not; if targets would now overlap what is sent, or not any
+ * more; for a quantised tensor; while a transfer of the batch exists; and with an agent. Then nothing has changed.
+ * Waits, for the world's timeout_ms at most, for messages of a transfer that has failed. */
+TB_API tb_status tb_batch_rebind(tb_batch *batch, const tb_rebinding *tensors, size_t count);
+
 /* How often this process has registered pairs of the batch, or removed them. */
 TB_API uint64_t tb_batch_epoch(tb_batch *batch);
 

@@ -229,6 +229,16 @@ tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
     return leave(batch, tb__ops_of(batch)->batch_remove_pair(batch, pair));
 }
 
+tb_status tb_batch_rebind(tb_batch *batch, const tb_rebinding *tensors, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        if (!tensors[i].name)
+            return tb__fail(TB_INVALID, "the name of tensor %zu is missing", i);
+        TB_TRY(check_same_kind(batch, tensors[i].pair));
+    }
+    TB_TRY(enter(batch, "batch"));
+    return leave(batch, tb__ops_of(batch)->batch_rebind(batch, tensors, count));
+}
+
 uint64_t tb_batch_epoch(tb_batch *batch) {
     if (enter(batch, "batch") != TB_OK)
         return 0;

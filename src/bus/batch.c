@@ -50,7 +50,7 @@ static tb__exchange *find_exchange(const tb_batch *batch, const tb_pair *pair) {
     return NULL;
 }
 
-static tb_status check_idle(const tb_batch *batch) {
+tb_status tb__batch_check_idle(const tb_batch *batch) {
     if (!batch->sending && !batch->receiving && batch->nstarting == 0)
         return TB_OK;
     return tb__fail(TB_REFUSED, "batch '%s' is being %s; destroy that transfer first", batch->name,
@@ -61,7 +61,7 @@ static tb_status check_idle(const tb_batch *batch) {
 static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
     if (find_exchange(batch, pair))
         return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
-    TB_TRY(check_idle(batch));
+    TB_TRY(tb__batch_check_idle(batch));
     for (size_t i = 0; i < batch->pairs.count; i++) {
         if (batch->pairs.item[i] == pair)
             return TB_OK;
@@ -250,7 +250,7 @@ tb_status tb__local_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
         is_here |= strcmp(batch->pairs.item[i]->name, pair->name) == 0;
     if (!is_here)
         return tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
-    TB_TRY(check_idle(batch));
+    TB_TRY(tb__batch_check_idle(batch));
     remove_pair(batch, pair->name);
     return TB_OK;
 }

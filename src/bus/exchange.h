@@ -206,6 +206,9 @@ tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *recei
 /* TB_REFUSED if padding of the tensors that are received from side `src` is memory that this process sends from. */
 tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src);
 
+/* TB_REFUSED while a transfer of the batch exists. */
+tb_status tb__batch_check_idle(const tb_batch *batch);
+
 /* "4,5" */
 void tb__shape_text(const tb_shape *shape, char *out, size_t room);
 

@@ -194,6 +194,8 @@ static tb_status make_tensor(const tb__side_tensor *from, const tb__side_tensor 
     }
     out->src_invalidated = from->mine ? &from->mine->is_invalidated : NULL;
     out->dst_invalidated = to->mine ? &to->mine->is_invalidated : NULL;
+    out->src_shift = from->mine ? &from->mine->shift : NULL;
+    out->dst_shift = to->mine ? &to->mine->shift : NULL;
     TB_TRY(bind_side_tensor(from, &out->src));
     return bind_side_tensor(to, &out->dst);
 }

@@ -23,7 +23,7 @@ void tb__world_remove_user(tb_world *world, tb__memory_user *user) {
 
 bool tb__binding_overlaps(const tb_binding *binding, uintptr_t first, uintptr_t last) {
     uintptr_t from, to;
-    return tb__binding_span(binding, &from, &to) == TB_OK && from < last && first < to;
+    return tb__binding_span(binding, &from, &to) == TB_OK && from < to && from < last && first < to;
 }
 
 static bool bytes_overlap(const void *base, size_t nbytes, uintptr_t first, uintptr_t last) {

@@ -53,6 +53,7 @@ typedef struct tb__plans_state {
     OP(tb_status, batch_dump, (tb_batch * batch, bool is_send, char **out))                                            \
     OP(tb_status, batch_ir, (tb_batch * batch, bool is_send, tb_ir **out))                                             \
     OP(tb_status, batch_remove_pair, (tb_batch * batch, tb_pair * pair))                                               \
+    OP(tb_status, batch_rebind, (tb_batch * batch, const tb_rebinding *tensors, size_t count))                         \
     OP(uint64_t, batch_epoch, (tb_batch * batch))                                                                      \
     OP(tb_status, batch_version, (tb_batch * batch, const tb_pair *pair, uint64_t *version, bool *is_torn))            \
     OP(tb_status, batch_query, (tb_batch * batch, tb_batch_state * out))                                               \

@@ -30,6 +30,19 @@ static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out)
     return tb_binding_contiguous(given->data, 0, given->dtype, &nothing, out);
 }
 
+/* Finds the device of the memory, and checks that there are so many bytes. */
+static tb_status locate(const tb_world *world, const void *address, size_t nbytes, tb__device **out,
+                        tb__memory *memory) {
+    tb__device *device = *out = tb__loop_find_memory(world->loop, address, nbytes, memory);
+    if (device->ops != &tb__host_device_ops)
+        return TB_OK;
+    bool is_shareable = memory->is_shareable; /* or it is not all in one memory */
+    device = *out = tb__loop_find_memory(world->loop, address, 1, memory);
+    memory->is_shareable = is_shareable && device->ops == &tb__host_device_ops;
+    return device->ops == &tb__host_device_ops ? tb__memory_check_mapped(address, nbytes)
+                                               : tb__device_check_extent(device, address, nbytes);
+}
+
 /* Finds the device of the memory, which must be the one that `given` names. */
 static tb_status find_device(tb__added_tensor *t, const tb_tensor *given, const void *address, size_t nbytes) {
     const tb_world *world = t->pair->world;
@@ -37,14 +50,8 @@ static tb_status find_device(tb__added_tensor *t, const tb_tensor *given, const 
         return TB_OK;
     TB_TRY(tb__world_check_memory(world, given->memory, address, nbytes));
     tb__memory memory;
-    tb__device *device = tb__loop_find_memory(world->loop, address, nbytes, &memory);
-    if (device->ops == &tb__host_device_ops) { /* or it is not all in one memory */
-        bool is_shareable = memory.is_shareable;
-        device = tb__loop_find_memory(world->loop, address, 1, &memory);
-        memory.is_shareable = is_shareable && device->ops == &tb__host_device_ops;
-        TB_TRY(device->ops == &tb__host_device_ops ? tb__memory_check_mapped(address, nbytes)
-                                                   : tb__device_check_extent(device, address, nbytes));
-    }
+    tb__device *device;
+    TB_TRY(locate(world, address, nbytes, &device, &memory));
     if (!t->memory_kind) /* the data comes before scales */
         t->memory_kind = tb__device_memory_kind(device, &memory);
     if (device->ops == &tb__host_device_ops) {
@@ -178,8 +185,11 @@ tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *
                                 const tb_transform *transform) {
     if (given->ndim < 0 || given->ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, given->ndim);
-    *t =
-        (tb__added_tensor){.pair = pair, .dtype = given->dtype, .wire_dtype = given->wire_dtype, .group = given->group};
+    *t = (tb__added_tensor){.pair = pair,
+                            .dtype = given->dtype,
+                            .wire_dtype = given->wire_dtype,
+                            .group = given->group,
+                            .data = given->data};
     t->shape.ndim = given->ndim;
     memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
     if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
@@ -198,5 +208,43 @@ tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *
     tb_layout_destroy(layout);
     if (status != TB_OK)
         tb__added_tensor_fini(t);
+    return status;
+}
+
+/* ---- Moved tensors ---------------------------------------------------------------------------------------------- */
+
+static void *shift_address(const void *address, intptr_t by) {
+    return (void *)((uintptr_t)address + (uintptr_t)by); // NOLINT(performance-no-int-to-ptr)
+}
+
+void tb__added_tensor_shift(tb__added_tensor *t, bool back) {
+    intptr_t by = back ? -t->shift : t->shift;
+    t->data = shift_address(t->data, by);
+    t->binding.base = shift_address(t->binding.base, by);
+    for (size_t i = 0; i < t->npadding; i++)
+        t->padding[i].base = shift_address(t->padding[i].base, by);
+}
+
+static tb_status check_kind(const tb__added_tensor *t, const tb_binding *b) {
+    uintptr_t first, last;
+    tb__memory memory;
+    tb__device *device;
+    TB_TRY(tb__binding_span(b, &first, &last));
+    if (first == last)
+        return TB_OK;
+    TB_TRY(locate(t->pair->world, shift_address((const void *)first, t->shift), // NOLINT(performance-no-int-to-ptr)
+                  last - first, &device, &memory));
+    return tb__device_memory_kind(device, &memory) == t->memory_kind
+               ? TB_OK
+               : tb__fail(TB_REFUSED, "it has moved to memory of another kind (another device, or memory that can be "
+                                      "shared instead of memory that can't); make the batch again");
+}
+
+tb_status tb__added_tensor_check_shift(const tb__added_tensor *t) {
+    if (t->encode)
+        return tb__fail(TB_REFUSED, "it is %s, and can't be bound to other memory; make the batch again", t->encode);
+    tb_status status = check_kind(t, &t->binding);
+    for (size_t i = 0; i < t->npadding && status == TB_OK; i++)
+        status = check_kind(t, &t->padding[i]);
     return status;
 }

@@ -235,6 +235,8 @@ typedef struct tb__added_tensor {
     char *scale_group;             /* NULL: none */
     tb__encoded encoded;           /* where it is, if this rank has some of it */
     bool is_transformed, is_whole; /* by a transform; and that wants its pieces whole */
+    void *data;                    /* that it was added with, or has moved to */
+    intptr_t shift;                /* while it is being moved: the distance */
     bool is_invalidated;           /* its memory was */
     bool is_on_host;               /* its data or scales are, at least in part */
     tb__device *device;            /* other than the host that they are on; NULL: none */
@@ -246,6 +248,10 @@ typedef struct tb__added_tensor {
 tb_status tb__added_tensor_init(tb__added_tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
                                 const tb_transform *transform);
 void tb__added_tensor_fini(tb__added_tensor *tensor);
+/* Adds its shift, or takes it away again, from where it is bound. */
+void tb__added_tensor_shift(tb__added_tensor *tensor, bool back);
+/* TB_REFUSED if it can't be at its address plus `shift` in what was agreed on. */
+tb_status tb__added_tensor_check_shift(const tb__added_tensor *tensor);
 
 struct tb_batch {
     tb__bus_object base; /* first */

@@ -85,6 +85,35 @@ void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region,
     pack_key(pack, flow, region, peer, false);
 }
 
+/* Where the tensor is, for the reader. */
+static void pack_tensor(tb__pack *pack, const tb__flow *flow, const member *reader, size_t i) {
+    const tb_binding *b = &flow->tensors[i].src;
+    tb__pack_u64(pack, flow->tensors[i].key);
+    tb__pack_u32(pack, flow->setup.overwritten[i]);
+    pack_key(pack, flow, flow->setup.src_regions[i], reader->peer, true);
+    /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
+    int64_t back = 0;
+    for (int d = 0; d < b->shape.ndim; d++) {
+        if (b->strides[d] < 0)
+            back -= b->strides[d] * (b->shape.dim[d] - 1);
+    }
+    tb__pack_u64(pack, (uint64_t)tb__dtype_bytes(b->dtype, back));
+    for (int d = 0; d < b->shape.ndim; d++)
+        tb__pack_i64(pack, b->strides[d]);
+}
+
+/* The tensors that are marked. */
+static void pack_tensors(tb__pack *pack, const tb__flow *flow, const member *reader, const bool *which) {
+    uint32_t count = 0;
+    for (size_t i = 0; i < flow->o.ntensors; i++)
+        count += which[i];
+    tb__pack_u32(pack, count);
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        if (which[i])
+            pack_tensor(pack, flow, reader, i);
+    }
+}
+
 static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
@@ -94,27 +123,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__flow_pack_key(&pack, flow, reader->peer->rank == flow->o.rank ? NULL : flow->staged.on_device.region,
                       reader->peer);
     mark_tensors(flow, reader, is_read);
-    uint32_t count = 0;
-    for (size_t i = 0; i < flow->o.ntensors; i++)
-        count += is_read[i];
-    tb__pack_u32(&pack, count);
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        if (!is_read[i])
-            continue;
-        const tb_binding *b = &flow->tensors[i].src;
-        tb__pack_u64(&pack, flow->tensors[i].key);
-        tb__pack_u32(&pack, flow->setup.overwritten[i]);
-        pack_key(&pack, flow, flow->setup.src_regions[i], reader->peer, true);
-        /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
-        int64_t back = 0;
-        for (int d = 0; d < b->shape.ndim; d++) {
-            if (b->strides[d] < 0)
-                back -= b->strides[d] * (b->shape.dim[d] - 1);
-        }
-        tb__pack_u64(&pack, (uint64_t)tb__dtype_bytes(b->dtype, back));
-        for (int d = 0; d < b->shape.ndim; d++)
-            tb__pack_i64(&pack, b->strides[d]);
-    }
+    pack_tensors(&pack, flow, reader, is_read);
     tb__flow_send_message(flow, reader, &pack);
 }
 
@@ -131,6 +140,44 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
     }
     free(is_read);
     flow->setup.is_bound = true;
+    return TB_OK;
+}
+
+/* This rank's own message is taken at once: nothing reads its tensors at their old addresses from now on. */
+static void send_rebind(tb__flow *flow, member *reader, const bool *which) {
+    tb__pack pack = {0};
+    bool is_self = reader == &flow->members[flow->self];
+    if (!is_self)
+        tb__flow_begin_message(flow, &pack, MESSAGE_REBIND, 0);
+    pack_tensors(&pack, flow, reader, which);
+    if (!is_self) {
+        tb__flow_send_message(flow, reader, &pack);
+        return;
+    }
+    tb__unpack message = {
+        .at = pack.data, .end = pack.failed ? pack.data : pack.data + pack.count, .failed = pack.failed};
+    if (!tb__flow_on_rebind(flow, reader, &message))
+        tb__flow_break(flow, pack.failed ? TB_NO_MEMORY : TB_INTERNAL, tb_error_detail());
+    tb__pack_fini(&pack);
+}
+
+tb_status tb__flow_send_rebinds(tb__flow *flow, const bool *has_moved) {
+    if (!flow->setup.is_bound) /* BIND will tell */
+        return TB_OK;
+    bool *which = tb__malloc(flow->o.ntensors, sizeof *which);
+    if (!which)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        bool is_any = false;
+        if (!flow->members[i].setup.is_reader || flow->members[i].is_gone)
+            continue;
+        mark_tensors(flow, &flow->members[i], which);
+        for (size_t j = 0; j < flow->o.ntensors; j++)
+            is_any |= which[j] &= has_moved[j];
+        if (is_any)
+            send_rebind(flow, &flow->members[i], which);
+    }
+    free(which);
     return TB_OK;
 }
 
@@ -248,8 +295,11 @@ static bool reach_tensors(tb__flow *flow, member *m) {
         return true;
     }
     find_spans(flow, m, spans);
-    for (size_t i = 0; i < m->setup.remote_tensors.count && is_good; i++)
-        is_good = reach_tensor(flow, &m->setup.remote_tensors.item[i], &spans[i]);
+    for (size_t i = 0; i < m->setup.remote_tensors.count && is_good; i++) {
+        remote_tensor *p = &m->setup.remote_tensors.item[i];
+        is_good = p->is_tried || reach_tensor(flow, p, &spans[i]);
+        p->is_tried = true;
+    }
     free(spans);
     return is_good;
 }
@@ -260,22 +310,30 @@ static size_t find_tensor(const tb__flow *flow, uint64_t key) {
     return i < flow->o.ntensors && flow->tensors[i].key == key ? i : TB__NOWHERE;
 }
 
-static bool unpack_remote_tensor(tb__flow *flow, member *m, tb__unpack *message) {
+/* False: there is no such tensor. If the message is malformed, that is the caller's to find. */
+static bool unpack_remote_tensor(tb__flow *flow, const member *m, tb__unpack *message, remote_tensor *out) {
     uint64_t name = tb__unpack_u64(message);
     size_t tensor = message->failed ? TB__NOWHERE : find_tensor(flow, name);
     if (!message->failed && tensor == TB__NOWHERE)
         tb__set_detail("there is no tensor of key %" PRIu64, name);
     if (tensor == TB__NOWHERE)
         return false;
-    remote_tensor p = {.tensor = (uint32_t)tensor};
-    p.is_overwritten = tb__unpack_u32(message) != 0;
-    p.memory = import_memory(flow, m, message, &p.why_staged);
-    p.offset = tb__unpack_u64(message);
-    for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
-        p.strides[d] = tb__unpack_i64(message);
+    *out = (remote_tensor){.tensor = (uint32_t)tensor};
+    out->is_overwritten = tb__unpack_u32(message) != 0;
+    out->memory = import_memory(flow, m, message, &out->why_staged);
+    out->offset = tb__unpack_u64(message);
+    for (int d = 0; d < flow->tensors[tensor].spec.shape.ndim; d++)
+        out->strides[d] = tb__unpack_i64(message);
+    return true;
+}
+
+/* Appends a tensor. Capacity is reserved. tb__flow_unbind releases the memory, also after an error. */
+static bool add_remote_tensor(tb__flow *flow, member *m, tb__unpack *message) {
+    remote_tensor p;
+    if (!unpack_remote_tensor(flow, m, message, &p))
+        return false;
     bool is_in_order = m->setup.remote_tensors.count == 0 ||
                        m->setup.remote_tensors.item[m->setup.remote_tensors.count - 1].tensor < p.tensor;
-    /* Capacity is reserved. tb__flow_unbind releases the memory, also after an error. */
     m->setup.remote_tensors.item[m->setup.remote_tensors.count++] = p;
     if (!is_in_order && !message->failed)
         tb__set_detail("tensors are not in order");
@@ -331,13 +389,56 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
         return true;
     }
     for (size_t i = 0; i < count; i++) {
-        if (!unpack_remote_tensor(flow, from, message))
+        if (!add_remote_tensor(flow, from, message))
             return false;
     }
     if (!tb__unpack_is_done(message) || !reach_tensors(flow, from))
         return false;
     from->setup.is_bound = true;
     tb__flow_try_reach(flow);
+    return true;
+}
+
+/* Replaces a tensor that the member has sent before; its memory is released when nothing reads it any more. */
+static bool replace_remote_tensor(tb__flow *flow, member *m, tb__unpack *message) {
+    remote_tensor now, *p;
+    if (!unpack_remote_tensor(flow, m, message, &now))
+        return false;
+    p = tb__member_find_tensor(m, now.tensor);
+    bool is_good = !message->failed && p && p->is_overwritten == now.is_overwritten;
+    if (!is_good && !message->failed)
+        tb__set_detail("it has not sent tensor '%.100s' before, or not so", flow->tensors[now.tensor].spec.name);
+    tb__peer_memory *gone = is_good ? p->memory : now.memory;
+    if (gone)
+        flow->direct.replaced.item[flow->direct.replaced.count++] = gone; /* capacity is reserved */
+    if (is_good)
+        *p = now;
+    return is_good;
+}
+
+/* It may come in the middle of a receive, but not of one that has this sender's READY. What is being read from others
+ * goes on; then all reads are prepared anew. Who had revoked memory has to tell all of it again. */
+bool tb__flow_on_rebind(tb__flow *flow, member *from, tb__unpack *message) {
+    if (!from->setup.is_bound) {
+        tb__set_detail("unexpected REBIND: it has not sent BIND");
+        return false;
+    }
+    size_t count = tb__unpack_count(message, 24);
+    if (!tb__vec_reserve(&flow->direct.replaced, count)) {
+        tb__flow_fail_no_memory(flow, from);
+        return true;
+    }
+    bool is_good = true;
+    for (size_t i = 0; i < count && is_good; i++)
+        is_good = replace_remote_tensor(flow, from, message);
+    if (from->setup.is_revoked && count >= from->setup.remote_tensors.count)
+        tb__flow_readmit(from);
+    flow->direct.is_revoking = true;
+    tb__flow_release_revoked(flow);
+    if (!is_good || !tb__unpack_is_done(message) || !reach_tensors(flow, from))
+        return false;
+    if (flow->setup.is_reached)
+        tb__flow_check_reach(flow, from);
     return true;
 }
 
@@ -350,4 +451,7 @@ void tb__flow_unbind(tb__flow *flow) {
         tb__peer_memory_release(m->setup.stage);
         tb__peer_memory_release(m->direct.exposures);
     }
+    while (flow->direct.replaced.count > 0)
+        tb__peer_memory_release(flow->direct.replaced.item[--flow->direct.replaced.count]);
+    free(flow->direct.replaced.item);
 }

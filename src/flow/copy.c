@@ -281,8 +281,8 @@ static void quarantine_tensors(tb__flow *flow) {
     snprintf(what, sizeof what, "a copy of %.80s that a device has not finished", flow->what);
     tb__quarantine *q = flow->copies.quarantine = tb__quarantine_create(flow->o.loop, what);
     for (size_t i = 0; i < flow->o.ntensors; i++) {
-        quarantine_binding(q, flow->setup.snapshot_of ? &flow->setup.snapshot_of[i] : &flow->tensors[i].src);
-        quarantine_binding(q, flow->shadow.live ? &flow->shadow.live[i] : &flow->tensors[i].dst);
+        quarantine_binding(q, tb__flow_live(flow, i, true));
+        quarantine_binding(q, tb__flow_live(flow, i, false));
         for (size_t j = 0; j < flow->tensors[i].npadding; j++)
             quarantine_binding(q, &flow->tensors[i].padding[j]);
     }

@@ -25,8 +25,9 @@ struct flow_direct {
     uint64_t writable_attempt; /* the last attempt for which this rank may overwrite its sources */
     size_t readers_left, committers_left;
     uint32_t next_lane_in;
-    tb__revocation_watch watch; /* written by invalidate.c, as is ... */
-    bool is_revoking;           /* ... this: senders' memory is released when no copy reads it */
+    tb__revocation_watch watch;         /* written by invalidate.c, as is ... */
+    bool is_revoking;                   /* ... this: senders' memory is released when no copy reads it */
+    TB_VEC(tb__peer_memory *) replaced; /* likewise, of tensors that have moved; written by bind.c, too */
 };
 
 /* Progress of direct reads between this rank and another one, in the current transfers. */

@@ -315,6 +315,8 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_ABORT_ACK:
         tb__flow_on_abort_ack(from, attempt);
         return true;
+    case MESSAGE_REBIND:
+        return tb__flow_on_rebind(flow, from, message);
     case MESSAGE_KINDS:
         break;
     }

@@ -115,7 +115,8 @@ typedef struct tb__flow_tensor {
     const tb_binding *padding; /* around the target: a receive sets it to zero; borrowed */
     size_t npadding;
     const bool *src_invalidated,
-        *dst_invalidated; /* whether the program has invalidated its memory; borrowed. NULL: never */
+        *dst_invalidated;                  /* whether the program has invalidated its memory; borrowed. NULL: never */
+    const intptr_t *src_shift, *dst_shift; /* what tb__flow_rebind adds to its address; borrowed. NULL: nothing */
 } tb__flow_tensor;
 
 typedef struct tb__flow_opts {
@@ -298,6 +299,15 @@ void tb__flow_fail_waiting(tb__flow *flow, tb_status status, const char *why);
  * dst_invalidated). Makes the legs that use it fail in their next step; later legs fail before they use it. Returns
  * whether the memory may still be accessed; *tensor names a tensor in it. */
 bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, const char **tensor);
+
+/* Tensors are at other addresses: each at its old one plus its src_shift, dst_shift. No transfer is under way. First
+ * the check, of all flows that they are in: TB_REFUSED, and nothing has changed, if the transfer can't go on as it was
+ * planned. Then the change: readers are told before this rank's next transfer begins. A failure of it breaks the flow.
+ */
+tb_status tb__flow_check_rebind(tb__flow *flow);
+void tb__flow_rebind(tb__flow *flow);
+/* Whether a message of an earlier transfer may still be sent from tensors, or received into them. */
+bool tb__flow_holds_tensors(const tb__flow *flow);
 
 /* Writes which ranks the leg waits for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);

@@ -26,6 +26,7 @@ typedef enum message_kind {
     MESSAGE_ABORT,
     MESSAGE_COMMITTED,
     MESSAGE_ABORT_ACK,
+    MESSAGE_REBIND,
     MESSAGE_KINDS
 } message_kind;
 
@@ -339,6 +340,10 @@ void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status statu
 
 /* invalidate.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(tb__flow *flow, bool is_send);
+/* Tensors have moved, so that their memory has to be looked at again. */
+void tb__flow_forget_valid(tb__flow *flow);
+/* A sender that had revoked memory has told where all of its tensors are now. */
+void tb__flow_readmit(member *sender);
 /* Watches for memory that senders revoke. */
 void tb__flow_watch_revocations(tb__flow *flow);
 /* Releases revoked memory of senders, if no copy reads it any more. */

@@ -94,6 +94,8 @@ void tb__flow_release_revoked(tb__flow *flow) {
         return;
     flow->direct.is_revoking = false;
     tb__flow_forget_reads(flow);
+    while (flow->direct.replaced.count > 0)
+        tb__peer_memory_release(flow->direct.replaced.item[--flow->direct.replaced.count]);
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
         for (size_t j = 0; m->setup.is_revoked && j < m->setup.remote_tensors.count; j++) {
@@ -103,6 +105,14 @@ void tb__flow_release_revoked(tb__flow *flow) {
             p->why_staged = "its memory was invalidated";
         }
     }
+}
+
+void tb__flow_forget_valid(tb__flow *flow) {
+    flow->memory = (struct flow_memory){0};
+}
+
+void tb__flow_readmit(member *m) {
+    m->setup.is_revoked = false;
 }
 
 /* A receive that has all of the sender's data goes on; one that needs a sender which is gone fails for that reason. The

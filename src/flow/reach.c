@@ -115,11 +115,12 @@ static reading begin_reading(const tb__flow *flow, const tb__flow_tensor *t) {
     return (reading){.device = device, .unit = memory.index};
 }
 
-/* Why a chunk can't be read from the lane's senders; NULL: it can. */
-static const char *why_staged_piece(tb__flow *flow, const lane *l, const tb_chunk *chunk, reading *r) {
+/* Why a chunk can't be read from these senders; NULL: it can. */
+static const char *why_staged_piece(tb__flow *flow, const uint32_t *senders, uint32_t nsenders, const tb_chunk *chunk,
+                                    reading *r) {
     const char *why = NULL;
-    for (uint32_t i = 0; i < l->nsenders && !why; i++)
-        why = why_staged_chunk(flow, chunk, &flow->members[l->senders[i]], r);
+    for (uint32_t i = 0; i < nsenders && !why; i++)
+        why = why_staged_chunk(flow, chunk, &flow->members[senders[i]], r);
     if (!why && r->has_unmapped && r->device->ops != &tb__host_device_ops)
         why = tb__flow_keep_reason(flow, "rank %" PRId32 " can't map its memory, and device %s would have to read it",
                                    flow->o.rank, r->device->ops->name);
@@ -136,7 +137,7 @@ static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_buc
         const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
         const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
         reading r = begin_reading(flow, t);
-        const char *why = why_staged_piece(flow, l, chunk, &r);
+        const char *why = why_staged_piece(flow, l->senders, l->nsenders, chunk, &r);
         if (why && !first_why) {
             first_why = why;
             first_name = t->spec.name;
@@ -183,6 +184,48 @@ static void choose_paths(tb__flow *flow, lane *l) {
         size_t bucket = l->channel->first_bucket + i;
         paths[i].is_unpacked_on_device = paths[i].takes_staged && tb__staged_unpacks_on_device(flow, l, bucket);
         paths[i].is_unpacked_on_host = paths[i].takes_staged && tb__staged_unpacks_on_host(flow, bucket);
+    }
+}
+
+/* The first of a bucket's tensors that can't be read from this sender; TB__NOWHERE: there is none. */
+static size_t find_unreachable(tb__flow *flow, uint32_t sender, const tb_bucket *bucket, const char **why) {
+    const tb_ir *ir = flow->setup.ir;
+    for (size_t i = 0; i < bucket->nentries; i++) {
+        const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
+        reading r = begin_reading(flow, &flow->tensors[chunk->tensor]);
+        *why = why_staged_piece(flow, &sender, 1, chunk, &r);
+        if (*why)
+            return chunk->tensor;
+    }
+    return TB__NOWHERE;
+}
+
+static bool check_lane_reach(tb__flow *flow, const lane *l, uint32_t sender) {
+    for (size_t i = l->channel->first_bucket; i < l->channel->first_bucket + l->channel->nbuckets; i++) {
+        const char *why;
+        size_t tensor = flow->setup.paths[i].takes_staged
+                            ? TB__NOWHERE
+                            : find_unreachable(flow, sender, &flow->setup.ir->buckets[i], &why);
+        if (tensor == TB__NOWHERE)
+            continue;
+        tb_status status = tb__fail(
+            TB_REFUSED, "tensor '%.100s' on %s has moved to memory that can't be read in place: %s; make %s again",
+            flow->tensors[tensor].spec.name, flow->members[sender].peer->label, why, flow->what);
+        tb__flow_break(flow, status, tb_error_detail());
+        return false;
+    }
+    return true;
+}
+
+void tb__flow_check_reach(tb__flow *flow, const member *from) {
+    uint32_t position = (uint32_t)(from - flow->members);
+    bool is_good = position != flow->self;
+    for (size_t i = 0; i < flow->setup.ir->nchannels && is_good; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        bool is_from = false;
+        for (uint32_t j = 0; l->is_target && !l->first->is_coded && j < l->nsenders; j++)
+            is_from |= l->senders[j] == position;
+        is_good = !is_from || check_lane_reach(flow, l, position);
     }
 }
 

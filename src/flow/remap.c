@@ -31,6 +31,7 @@ static tb_status watch_memory(struct flow_setup *setup, bool is_src, uint32_t te
 static tb_status watch_tensors(tb__flow *flow, bool is_src) {
     struct flow_setup *setup = &flow->setup;
     bool has_snapshot = is_src && setup->snapshot_of;
+    setup->watched[is_src].count = 0;
     tb__memory last = {0}, unused;
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         tb__region *region = (is_src ? setup->src_regions : setup->dst_regions)[i];

@@ -248,13 +248,20 @@ static tb_status make_snapshot(tb__flow *flow) {
     return status;
 }
 
+tb_binding *tb__flow_live(const tb__flow *flow, size_t i, bool is_src) {
+    tb__flow_tensor *t = &flow->tensors[i];
+    if (is_src)
+        return flow->setup.snapshot_of ? &flow->setup.snapshot_of[i] : &t->src;
+    return flow->shadow.live && tb__flow_has_shadow(flow, i) ? &flow->shadow.live[i] : &t->dst;
+}
+
 static tb_status check_targets(const tb__flow *flow) {
     size_t n = flow->o.ntensors, a = n, b = n;
     tb_binding *targets = tb__malloc(n, sizeof *targets);
     if (!targets)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < n; i++)
-        targets[i] = flow->tensors[i].dst;
+        targets[i] = *tb__flow_live(flow, i, false);
     tb_status status = tb__bindings_find_overlap(targets, n, &a, &b);
     free(targets);
     if (status == TB_OK && a < n && a != b)
@@ -276,8 +283,9 @@ static tb_status find_overwritten(tb__flow *flow) {
     tb_binding *sources = tb__malloc(n, sizeof *sources);
     TB_VEC(tb_binding) writes = {0};
     tb_status status = sources ? TB_OK : TB_NO_MEMORY;
+    flow->setup.overwrites_any_source = flow->setup.overwrites_live = false;
     for (size_t i = 0; i < n && sources; i++) {
-        sources[i] = flow->setup.snapshot_of ? flow->setup.snapshot_of[i] : flow->tensors[i].src;
+        sources[i] = *tb__flow_live(flow, i, true);
         if (!tb__vec_push(&writes, flow->tensors[i].dst))
             status = TB_NO_MEMORY;
     }
@@ -322,6 +330,12 @@ static tb_status find_overwritten(tb__flow *flow) {
     return status;
 }
 
+/* Shadows are copied when no rank reads any more, so targets may overlap sources. */
+tb_status tb__flow_check_overlaps(tb__flow *flow) {
+    TB_TRY(check_targets(flow));
+    return flow->o.shadow.is_used ? TB_OK : find_overwritten(flow);
+}
+
 /* ---- Plan ------------------------------------------------------------------------------------------------------ */
 
 static tb_status make_plan(tb__flow *flow) {
@@ -332,12 +346,9 @@ static tb_status make_plan(tb__flow *flow) {
     flow->setup.overwritten = tb__calloc(n, sizeof *flow->setup.overwritten);
     if (!flow->setup.src_regions || !flow->setup.dst_regions || !flow->setup.overwritten)
         return TB_NO_MEMORY;
-    TB_TRY(check_targets(flow));
     if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
-    /* Shadows are copied when no rank reads any more, so targets may overlap sources. */
-    if (!flow->o.shadow.is_used)
-        TB_TRY(find_overwritten(flow));
+    TB_TRY(tb__flow_check_overlaps(flow));
     TB_TRY(get_regions(flow, true, flow->setup.src_regions));
     TB_TRY(get_regions(flow, false, flow->setup.dst_regions));
     TB_TRY(tb__flow_watch_memory(flow));

@@ -17,6 +17,7 @@
 typedef struct remote_tensor {
     uint32_t tensor;
     bool is_overwritten;    /* its rank will overwrite it during the transfer */
+    bool is_tried;          /* whether it can be read is known */
     const char *why_staged; /* why it can't be read; NULL: it can */
     tb__peer_memory *memory;
     uint64_t offset; /* of element (0, 0, ...), in bytes from the memory's beginning */
@@ -137,6 +138,11 @@ struct member_setup {
 
 /* setup.c */
 tb_status tb__flow_plan(tb__flow *flow);
+/* The program's binding of a source, or target: not that of its snapshot, or shadow. */
+tb_binding *tb__flow_live(const tb__flow *flow, size_t tensor, bool is_src);
+/* Whether targets can be received into, and which sources they overlap: for the plan, and for one whose tensors have
+ * moved. */
+tb_status tb__flow_check_overlaps(tb__flow *flow);
 /* Plans, the first time. A failure breaks the flow. */
 bool tb__flow_ensure_plan(tb__flow *flow);
 /* Binds sources, or targets, to new memory on their devices, for snapshots and shadows. *out is the array of previous
@@ -153,6 +159,9 @@ tb_status tb__flow_check_remapped(const tb__flow *flow, bool is_send);
 /* bind.c */
 tb_status tb__flow_send_binds(tb__flow *flow);
 bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
+/* Tells readers of the tensors that are marked. */
+tb_status tb__flow_send_rebinds(tb__flow *flow, const bool *has_moved);
+bool tb__flow_on_rebind(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_unbind(tb__flow *flow);
 remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor);
 /* Keeps in the flow's arena why something is staged. Reasons are read at both ends, so they name ranks. */
@@ -167,6 +176,8 @@ char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbyte
 /* reach.c */
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
 bool tb__flow_try_reach(tb__flow *flow); /* true: it did something */
+/* After tensors of the member have moved: breaks the flow if one of them is to be read in place and can't be. */
+void tb__flow_check_reach(tb__flow *flow, const member *from);
 bool tb__flow_all_have_reach(const tb__flow *flow);
 /* The lane's first bucket, from this one on, that is staged for some target; the lane's bucket count if there is none.
  */

@@ -116,6 +116,20 @@ static void choose_strides(worker *w, part *p, size_t itemsize) {
     p->origin = p->h.count ? (size_t)back * itemsize : 0;
 }
 
+static char *block_alloc(const worker *w, const block *b) {
+    char *memory = b->is_bus ? tensor_alloc_any(b->nbytes) : malloc(b->nbytes);
+    if (!memory)
+        broken(w, "no memory");
+    return memory;
+}
+
+static void block_free(const block *b, char *memory) {
+    if (b->is_bus)
+        tensor_free(memory);
+    else
+        free(memory);
+}
+
 static block *new_block(worker *w) {
     block *b = &w->blocks[w->nblocks++];
     *b = (block){.nbytes = GUARD};
@@ -166,12 +180,9 @@ static void place_parts(worker *w) {
         b->is_bus |= w->is_aliased && is_test_on_gpu();
 #endif
         b->image = malloc(b->nbytes);
-        if (b->is_bus)
-            b->memory = tensor_alloc_any(b->nbytes);
-        else
-            b->memory = malloc(b->nbytes);
-        if (!b->image || !b->memory)
+        if (!b->image)
             broken(w, "no memory");
+        b->memory = block_alloc(w, b);
     }
 }
 
@@ -182,10 +193,7 @@ static void remove_parts(worker *w) {
     }
     for (size_t i = 0; i < w->nblocks; i++) {
         free(w->blocks[i].image);
-        if (w->blocks[i].is_bus)
-            tensor_free(w->blocks[i].memory);
-        else
-            free(w->blocks[i].memory);
+        block_free(&w->blocks[i], w->blocks[i].memory);
     }
     w->nblocks = 0;
 }
@@ -386,6 +394,47 @@ static void add_tensors(worker *w) {
     }
 }
 
+/* Some blocks get other memory, and the old one is gone; with `invalidates`, before it is told. */
+static void move_blocks(worker *w, bool invalidates) {
+    tb_rebinding moved[2 * BATCH_MAX_TENSORS];
+    char names[BATCH_MAX_TENSORS][16], *before[2 * BATCH_MAX_TENSORS];
+    size_t nmoved = 0;
+    at(w, "moves its tensors");
+    for (size_t i = 0; i < w->nblocks; i++) {
+        block *b = &w->blocks[i];
+        before[i] = rng_range(&w->own, 0, 1) ? b->memory : NULL;
+        if (!before[i])
+            continue;
+        b->memory = block_alloc(w, b);
+        if (invalidates && !b->is_bus)
+            must(w, tb_world_invalidate(w->world, before[i], b->nbytes));
+    }
+    for (int n = 0; n < 2 * w->b.ntensors; n++) {
+        const part *p = &w->parts[n % 2][n / 2];
+        if (w->seat[n % 2] < 0 || p->is_null || !before[p->block - w->blocks])
+            continue;
+        snprintf(names[n / 2], sizeof names[0], "t%d", n / 2);
+        moved[nmoved++] = (tb_rebinding){w->pair[n % 2], names[n / 2], p->block->memory + p->offset + p->origin};
+    }
+    tb_status status = tb_batch_rebind(w->batch, moved, nmoved);
+    bool is_other_kind = false;
+#ifdef TB_SLOW_DEVICE /* what tensor_alloc_any returns is not always of one kind; then the tensors stay */
+    is_other_kind = status == TB_REFUSED && strstr(tb_error_detail(), "memory of another kind");
+#endif
+    if (!is_other_kind)
+        must(w, status);
+    for (size_t i = 0; i < w->nblocks; i++) {
+        block *b = &w->blocks[i];
+        if (!before[i])
+            continue;
+        char *gone = is_other_kind ? b->memory : before[i];
+        if (is_other_kind)
+            b->memory = before[i];
+        memset(tensor_bytes(gone), 0xEE, b->nbytes);
+        block_free(b, gone);
+    }
+}
+
 /* A batch, and a few transfers of it. How data goes differs from pass to pass; what arrives does not. */
 static void run_pass(worker *w, int pass) {
     static const int64_t bucket_sizes[] = {0, 1, 1000};
@@ -409,6 +458,8 @@ static void run_pass(worker *w, int pass) {
     for (int i = 0; i < ntransfers; i++) {
         int from = i > 0 && rng_range(&w->common, 0, 1);
         tb_status outcome = random_batch_outcome(&w->b, from);
+        if (!w->pool->has_agents && rng_range(&w->own, 0, 1))
+            move_blocks(w, rng_range(&w->own, 0, 1));
         if (!is_dead[from])
             transfer(w, from, i, outcome);
         is_dead[from] = outcome != TB_OK;

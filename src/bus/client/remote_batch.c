@@ -422,6 +422,15 @@ tb_status tb__remote_batch_remove_pair(tb_batch *batch, tb_pair *removed) {
     return TB_OK;
 }
 
+tb_status tb__remote_batch_rebind(tb_batch *batch, const tb_rebinding *tensors, size_t count) {
+    return count == 0
+               ? TB_OK
+               : tb__fail(TB_REFUSED,
+                          "tensor '%.100s' has moved, and an agent has batch '%.100s': destroy the batch and make "
+                          "it again, or copy the tensor to where it was",
+                          tensors[0].name, ((remote_batch *)batch)->name);
+}
+
 /* What this process copies, of which the agent knows only the copies. */
 static void add_copied(tb__text *text, const remote_batch *b, bool is_send) {
     for (size_t i = 0; i < b->nregistered; i++) {
