@@ -19,6 +19,7 @@ from ._c import (
     tb_batch_opts,
     tb_batch_state,
     tb_commit,
+    tb_rebinding,
     tb_tensor,
     tb_tie,
     tb_transfer_opts,
@@ -205,9 +206,9 @@ class Batch(Handle):
         layout, or are replicated over ``mesh``.
 
         The batch keeps the module, not addresses: every transfer looks at each parameter again. One whose storage has
-        moved (``.data =``, ``.to()``, ``load_state_dict(assign=True)``, offloading) still travels through the memory
-        that was registered, which the batch keeps: before a send it is copied there, and after a receive from there.
-        One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
+        moved (``.data =``, ``.to()``, ``load_state_dict(assign=True)``, offloading) is bound again. Where it can't be,
+        because the new memory has other strides or is of another kind, or there is an agent, it travels through the
+        old memory, which the batch keeps: before a send it is copied there, and after a receive from there. One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
         module that FSDP has unsharded, unless ``reshard`` asks to reshard it first.
         """
         with _without_collecting():
@@ -236,6 +237,43 @@ class Batch(Handle):
             self._create()
         self._add(pair, described)
         self._watches.append((pair, watch))
+
+    def rebind(self, pair: Pair, tensors: Mapping[str, Any]) -> None:
+        """From now on these tensors are in other memory; nothing is copied, and peers need not do anything.
+
+        Shape, dtype, strides and device are what they were, and the memory is of the same kind: of ``tb.empty`` only if
+        the old one was. Not with an agent, and not for quantised tensors. The parameters of ``add_module`` are followed
+        without it.
+
+        >>> import tempfile, numpy, tensorbus as tb
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tb.join(f"unix:{folder}/bus", "rows", index=0, size=1) as bus:
+        ...         bus.enter("columns", 0, 1)
+        ...         x, y = numpy.ones((2, 3)), numpy.zeros((2, 3))
+        ...         batch = bus.batch("step")
+        ...         there = bus.pair("p", "columns", "mesh=1 place=S0", group="rows", wait=False)
+        ...         batch.add(there, "w", x)
+        ...         batch.add(bus.pair("p", "rows", "mesh=1 place=S1", group="columns", wait=False), "w", y)
+        ...         batch.rebind(there, {"w": numpy.full((2, 3), 7.0)})
+        ...         sent, received = batch.reshard("rows", timeout=20.0)
+        ...         y.tolist(), received.version
+        ([[7.0, 7.0, 7.0], [7.0, 7.0, 7.0]], 1)
+        """
+        self._reap()
+        added = {name: view for name, view, _ in self._tensors.get(self._own(pair), ())}
+        views: dict[tuple[Pair, str], _tensors.View] = {}
+        for name, tensor in _values.mapping("tensors", tensors).items():
+            was = added.get(name)
+            if was is None:
+                raise Invalid(f"there is no tensor {name!r} of {pair._what} in batch '{self.name}'")
+            try:
+                view = _reinterpret(_tensors.read(tensor), _values.dtype_name(was.dtype))
+                if (view.shape, view.strides, view.device) != (was.shape, was.strides, was.device):
+                    raise Invalid("it must have the shape, the strides and the device that it had")
+            except Error as error:
+                raise type(error)(f"tensor '{name}': {error}", error.status) from None
+            views[pair, name] = view
+        self._rebind(views)
 
     # -- Pairs --
 
@@ -443,7 +481,7 @@ class Batch(Handle):
             self._look_again(is_send)
         if (before := self._transfers.get(is_send)) is not None:
             before._finish()
-        moved = [pair for _, watch in self._watches for pair in watch.look(is_send)]
+        moved = self._follow([(pair, each) for pair, watch in self._watches for each in watch.look(is_send)])
         handle = self._stream(stream)
         if not self._is_registered:
             self.register(timeout)
@@ -467,6 +505,33 @@ class Batch(Handle):
                 transfer.close()
                 raise
         return transfer
+
+    def _follow(self, moved: list[tuple[Pair, _module.Moved]]) -> list[_module.Moved]:
+        """Borrows the memory that parameters have moved to; returns those of which the old memory is still borrowed.
+
+        The library refuses memory of another kind, since peers reach it in another way.
+        """
+        fitting = [(pair, each) for pair, each in moved if each.may_rebind]
+        if fitting:
+            try:
+                self._rebind({(pair, each.name): each.view for pair, each in fitting})
+            except Refused:
+                fitting = []
+        for _, each in fitting:
+            each.rebound()
+        kept = {id(each) for _, each in fitting}
+        return [each for _, each in moved if id(each) not in kept]
+
+    def _rebind(self, views: dict[tuple[Pair, str], _tensors.View]) -> None:
+        moved = [tb_rebinding(p._get(), name.encode(), view.address or None) for (p, name), view in views.items()]
+        with self._use() as batch:
+            lib.tb_batch_rebind(batch, (tb_rebinding * len(moved))(*moved), len(moved))
+            for pair, tensors in self._tensors.items():
+                for i, (name, _, described) in enumerate(tensors):
+                    if (view := views.get((pair, name))) is not None:
+                        described.data = view.address or None
+                        tensors[i] = (name, view, described)
+            self._count_tensors()
 
     def _stream(self, stream: int | None) -> c_void_p | None:
         """A handle of the stream that orders the tensors; None: all are in CPU memory."""

@@ -138,6 +138,10 @@ class tb_tie(Structure):
     _fields_ = [("name", c_char_p), ("canonical", c_char_p)]
 
 
+class tb_rebinding(Structure):
+    _fields_ = [("pair", c_void_p), ("name", c_char_p), ("data", c_void_p)]
+
+
 class tb_batch_opts(_Sized):
     _fields_ = [
         ("size", c_size_t),
@@ -527,6 +531,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_batch_add_pair": (tb_status, c_void_p, c_void_p),
     "tb_batch_dump": (tb_status, c_void_p, c_bool, _OUT),
     "tb_batch_remove_pair": (tb_status, c_void_p, c_void_p),
+    "tb_batch_rebind": (tb_status, c_void_p, POINTER(tb_rebinding), c_size_t),
     "tb_batch_epoch": (c_uint64, c_void_p),
     "tb_batch_version": (tb_status, c_void_p, c_void_p, _U64, POINTER(c_bool)),
     "tb_batch_query": (tb_status, c_void_p, POINTER(tb_batch_state)),

@@ -48,6 +48,12 @@ class _Tied:
     place: _Place
 
 
+def _held(view: _tensors.View) -> _torch.Held:
+    held = view.keepalive
+    assert isinstance(held, _torch.Held)
+    return held
+
+
 def _memory_of(view: _tensors.View) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements of the same memory."""
     return view.address, view.device, view.dtype, view.shape, view.strides, view.layout, view.global_shape
@@ -64,7 +70,29 @@ def _has_overlap(view: _tensors.View) -> bool:
     return False
 
 
-Moved = tuple[Any, Any]  # a tensor in the memory that the batch borrows, and one where the program has it now
+@dataclass(slots=True)
+class Moved:
+    """A tensor that is in other memory than the batch borrows."""
+
+    place: _Place
+    view: _tensors.View
+    local: Any
+
+    @property
+    def name(self) -> str:
+        """Its name in the batch."""
+        return self.place.name
+
+    @property
+    def may_rebind(self) -> bool:
+        """Whether the batch could borrow the new memory in place of the old, as far as is known here."""
+        was = self.place.view
+        return (self.view.strides, self.view.device) == (was.strides, was.device)
+
+    def rebound(self) -> None:
+        """The batch borrows the new memory now."""
+        self.place.held, self.place.local = _held(self.view), self.local.detach()
+        self.place.view = self.view
 
 
 def copy_moved(moved: list[Moved], is_send: bool, stream: int | None) -> None:
@@ -73,11 +101,12 @@ def copy_moved(moved: list[Moved], is_send: bool, stream: int | None) -> None:
     Copies of a GPU are done on ``stream``, a handle; by default, on PyTorch's current one.
     """
     torch = _torch.loaded()
-    gpus = {t.device for pair in moved for t in pair if t.device.type == "cuda"} if stream is not None else ()
+    tensors = [(each.place.local, each.local) for each in moved]
+    gpus = {t.device for pair in tensors for t in pair if t.device.type == "cuda"} if stream is not None else ()
     with contextlib.ExitStack() as contexts:
         for gpu in gpus:
             contexts.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream, device=gpu)))
-        for borrowed, now in moved:
+        for borrowed, now in tensors:
             borrowed.copy_(now) if is_send else now.copy_(borrowed)
 
 
@@ -179,7 +208,7 @@ class Watch:
         except Error as error:
             raise type(error)(f"parameter '{name}': {error}") from None
         assert view is not None  # parameters are tensors
-        held: Any = view.keepalive
+        held = _held(view)
         spec = tensor._spec if _torch.is_dtensor(tensor) else None
         return _Place(owner, key, name, tensor, spec, held, held.local.detach(), view)
 
@@ -211,7 +240,7 @@ class Watch:
                     continue
             found = self._look_closer(place, tensor, is_send)
             if found is not None:
-                moved.append((place.local, found))
+                moved.append(found)
         return moved
 
     def _check_tied(self, tensor: Any, name: str, place: _Place) -> None:
@@ -228,8 +257,8 @@ class Watch:
             "batch again"
         )
 
-    def _look_closer(self, place: _Place, tensor: Any, is_send: bool) -> Any:
-        """The local tensor that has moved; None: it is what it was."""
+    def _look_closer(self, place: _Place, tensor: Any, is_send: bool) -> Moved | None:
+        """The tensor if it has moved; None: it is what it was."""
         what = f"parameter '{place.name}'"
         if tensor is None:
             raise Refused(f"{what} is gone from its module; make the batch again")
@@ -248,7 +277,7 @@ class Watch:
             return None
         if not is_send and _has_overlap(view):
             raise Refused(f"{what} has elements that share memory, and can't be received into")
-        return now.local
+        return Moved(place, view, now.local)
 
     def _check_sharded(self) -> None:
         for name, child, group in self._fsdp:

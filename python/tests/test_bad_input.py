@@ -132,6 +132,10 @@ def test_other_calls(bus: tb.Bus, pair: tb.Pair, batch: tb.Batch) -> None:
         (lambda: batch.remove_pair(pair), "is not in batch"),
         (lambda: bus.enter("a", 0, 2), "already has seat"),
         (lambda: bus.invalidate("x"), "is no tensor"),
+        (lambda: open_batch.rebind(pair, {"v": X}), "no tensor 'v' of pair"),
+        (lambda: open_batch.rebind(pair, {"w": X.T}), "tensor 'w': it must have the shape, the strides"),
+        (lambda: open_batch.rebind(pair, {"w": X.astype("f2")}), "tensor 'w': its elements have 16 bits"),
+        (lambda: open_batch.rebind(pair, [X]), "tensors must be a dict"),  # type: ignore[arg-type]
         (lambda: tb.empty((2,), "f32", device="tpu"), "tpu"),
         (lambda: tb.empty((2**40, 2**40)), "more than 2"),
         (lambda: tb.plan("mesh=2 place=S0", "mesh=2 place=S1", (4,), "f32"), "dim"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,15 @@ def test_views_of_the_same_memory_are_ties(tmp_path: Path, target_has_views: boo
     assert same(state(source), state(target))
 
 
-def test_storage_that_moves(tmp_path: Path) -> None:
-    """Parameters are sent from wherever they are when it is sent."""
+def borrows(batch: tb.Batch, *tensors: torch.Tensor) -> bool:
+    """Whether peers use the memory of these tensors."""
+    borrowed = {view.address for added in batch._tensors.values() for _, view, _ in added}
+    return {t.data_ptr() for t in tensors} <= borrowed
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_storage_that_moves(tmp_path: Path, is_shared: bool) -> None:
+    """Parameters are sent from wherever they are when it is sent, and only copied first where peers could not read."""
     source, target = nn.Sequential(nn.Linear(5, 3)), nn.Sequential(nn.Linear(5, 3))
     sent: list[dict[str, torch.Tensor]] = []
     got: list[dict[str, torch.Tensor]] = []
@@ -132,12 +140,19 @@ def test_storage_that_moves(tmp_path: Path) -> None:
     changes = moves()
 
     def send(bus: tb.Bus, pair: tb.Pair) -> None:
+        if is_shared:
+            tb.share(source)
         batch = bus.batch("step")
         batch.add_module(pair, source)
-        for change in changes:
+        for i, change in enumerate(changes):
+            before = weakref.ref(source[0].weight)
             change()
             sent.append(state(source))
             batch.send(timeout=20.0)
+            if i != 2:  # strides are part of what was agreed
+                assert borrows(batch, source[0].weight, source[0].bias) == (i == 0 or not is_shared)
+            if i == 3:
+                assert (before() is None) == (not is_shared)
             turn.wait()
 
     def recv(bus: tb.Bus, pair: tb.Pair) -> None:
