@@ -153,7 +153,7 @@ class Batch(Handle):
             self._own(pair)
             found = _reinterpret(_tensors.read(tensor), dtype)
             its_layout = layout(text) if text is not None else layout(found.layout) if found.layout else None
-            whole = _values.dims("shape", shape if shape is not None else found.global_shape or found.shape)
+            whole = _values.dims("shape", shape) if shape is not None else found.global_shape or found.shape
             _check_part(pair, its_layout, whole, found.shape)
             described = tb_tensor(
                 data=found.address if 0 not in found.shape else None,
@@ -208,7 +208,9 @@ class Batch(Handle):
         The batch keeps the module, not addresses: every transfer looks at each parameter again. One whose storage has
         moved (``.data =``, ``.to()``, ``load_state_dict(assign=True)``, offloading) is bound again. Where it can't be,
         because the new memory has other strides or is of another kind, or there is an agent, it travels through the
-        old memory, which the batch keeps: before a send it is copied there, and after a receive from there. One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
+        old memory, which the batch keeps: before a send it is copied there, and after a receive from there.
+
+        One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
         module that FSDP has unsharded, unless ``reshard`` asks to reshard it first.
         """
         with _without_collecting():

@@ -33,8 +33,7 @@ class _Place:
     name: str
     tensor: Any
     spec: Any  # of a DTensor, else None
-    held: _torch.Held
-    local: Any  # in the memory that the batch borrows
+    held: _torch.Held  # the memory that the batch borrows
     view: _tensors.View
 
 
@@ -91,8 +90,7 @@ class Moved:
 
     def rebound(self) -> None:
         """The batch borrows the new memory now."""
-        self.place.held, self.place.local = _held(self.view), self.local.detach()
-        self.place.view = self.view
+        self.place.held, self.place.view = _held(self.view), self.view
 
 
 def copy_moved(moved: list[Moved], is_send: bool, stream: int | None) -> None:
@@ -101,7 +99,7 @@ def copy_moved(moved: list[Moved], is_send: bool, stream: int | None) -> None:
     Copies of a GPU are done on ``stream``, a handle; by default, on PyTorch's current one.
     """
     torch = _torch.loaded()
-    tensors = [(each.place.local, each.local) for each in moved]
+    tensors = [(each.place.held.alias(each.place.view), each.local) for each in moved]
     gpus = {t.device for pair in tensors for t in pair if t.device.type == "cuda"} if stream is not None else ()
     with contextlib.ExitStack() as contexts:
         for gpu in gpus:
@@ -110,29 +108,37 @@ def copy_moved(moved: list[Moved], is_send: bool, stream: int | None) -> None:
             borrowed.copy_(now) if is_send else now.copy_(borrowed)
 
 
-def _list(module: Any, buffers: bool) -> Iterator[tuple[dict[str, Any], str, str]]:
+def _children(module: Any) -> list[tuple[str, Any]]:
+    """All modules in it, itself first, with their names without what wrappers add; those in two places come twice."""
+    return [
+        (plain_name(path + ".")[:-1] if path else "", child)
+        for path, child in module.named_modules(remove_duplicate=False)
+    ]
+
+
+def _list(children: list[tuple[str, Any]], buffers: bool) -> Iterator[tuple[dict[str, Any], str, str]]:
     """All parameters, and on request the buffers that are saved: owner, key and name. Tied ones come several times."""
-    for path, child in module.named_modules(remove_duplicate=False):
+    for path, child in children:
         prefix = path + "." if path else ""
         for key, tensor in child._parameters.items():
             if tensor is not None:
-                yield child._parameters, key, plain_name(prefix + key)
+                yield child._parameters, key, prefix + key
         for key, tensor in child._buffers.items() if buffers else ():
             if tensor is not None and key not in child._non_persistent_buffers_set:
-                yield child._buffers, key, plain_name(prefix + key)
+                yield child._buffers, key, prefix + key
 
 
-def _fsdp_groups(module: Any) -> list[tuple[str, Any, Any]]:
+def _fsdp_groups(children: list[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
     """Of each module that fully_shard was applied to: its name, itself, and its groups of parameters."""
     found = []
-    for path, child in module.named_modules():
+    for path, child in children:
         if hasattr(child, "_get_fsdp_state"):
             state = child._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:  # before torch 2.12 a module had one group at most
                 group = getattr(state, "_fsdp_param_group", None)
                 groups = [] if group is None else [group]
-            found += [(plain_name(path) if path else "the root", child, group) for group in groups]
+            found += [(path or "the root", child, group) for group in groups]
     return found
 
 
@@ -147,18 +153,19 @@ class Watch:
         self._module = module
         self._buffers, self._reshard, self._ranks = buffers, reshard, ranks
         self._plain_layout = None if mesh is None else _replicated(mesh, ranks)
-        self._meshes = tuple(m for m in (mesh, _largest_mesh(module)) if m is not None)
-        self._fsdp = _fsdp_groups(module)
+        children = _children(module)
+        self._meshes = tuple(m for m in (mesh, _largest_mesh(children)) if m is not None)
+        self._fsdp = _fsdp_groups(children)
         self.ties: dict[str, str] = {}  # names of tensors that are there under another name
         self._check_sharded()
         self._tied: list[_Tied] = []
-        self._places = self._find_places()
-        self._parts = self._find_parts()
+        self._places = self._find_places(children)
+        self._keep_parts(children)
 
-    def _find_places(self) -> list[_Place]:
+    def _find_places(self, children: list[tuple[str, Any]]) -> list[_Place]:
         places: dict[str, _Place] = {}
         first: dict[Any, str] = {}  # by tensor, and by memory
-        for owner, key, name in _list(self._module, self._buffers):
+        for owner, key, name in _list(children, self._buffers):
             tensor = owner[key]
             if name in places or name in self.ties:
                 raise Invalid(f"two parameters are '{name}' without the names of wrappers")
@@ -174,23 +181,24 @@ class Watch:
             self._tied.append(_Tied(owner, key, name, places[canonical]))
         return list(places.values())
 
-    def _find_parts(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
-        """What says which tensors the module has: its modules, and how many tensors each has, as they are now."""
-        parts: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+    def _keep_parts(self, children: list[tuple[str, Any]]) -> None:
+        """Keeps which tensors the module has: its modules, and how many tensors each has, as they are now."""
+        self._parts: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._counts: list[tuple[dict[str, Any], int]] = []
-        for child in self._module.modules():
-            parts.append((child._modules, tuple(child._modules.values())))
+        for _, child in children:
+            if child._modules:
+                self._parts.append((child._modules, tuple(child._modules.values())))
             self._counts.append((child._parameters, len(child._parameters)))
             if self._buffers:
                 self._counts.append((child._buffers, len(child._buffers)))
-        return parts
 
     def _check_parts(self) -> None:
         """Follows modules that were put into the place of others. Names must stay what they were."""
         are_same = all(tuple(of.values()) == kept for of, kept in self._parts)
         if are_same and all(len(owner) == count for owner, count in self._counts):
             return
-        found = {name: (owner, key) for owner, key, name in _list(self._module, self._buffers)}
+        children = _children(self._module)
+        found = {name: (owner, key) for owner, key, name in _list(children, self._buffers)}
         known: list[_Place | _Tied] = [*self._places, *self._tied]
         for each in known:
             if each.name not in found:
@@ -198,8 +206,8 @@ class Watch:
             each.owner, each.key = found.pop(each.name)
         if found:
             raise Refused(f"parameter '{next(iter(found))}' is new in its module; make the batch again")
-        self._parts = self._find_parts()
-        self._fsdp = _fsdp_groups(self._module)
+        self._keep_parts(children)
+        self._fsdp = _fsdp_groups(children)
 
     def _read(self, owner: dict[str, Any], key: str, name: str) -> _Place:
         tensor = owner[key]
@@ -208,9 +216,8 @@ class Watch:
         except Error as error:
             raise type(error)(f"parameter '{name}': {error}") from None
         assert view is not None  # parameters are tensors
-        held = _held(view)
-        spec = tensor._spec if _torch.is_dtensor(tensor) else None
-        return _Place(owner, key, name, tensor, spec, held, held.local.detach(), view)
+        spec = None if view.global_shape is None else tensor._spec
+        return _Place(owner, key, name, tensor, spec, _held(view), view)
 
     @property
     def views(self) -> dict[str, _tensors.View]:
@@ -277,7 +284,7 @@ class Watch:
             return None
         if not is_send and _has_overlap(view):
             raise Refused(f"{what} has elements that share memory, and can't be received into")
-        return Moved(place, view, now.local)
+        return Moved(place, view, now.held.local.detach())
 
     def _check_sharded(self) -> None:
         for name, child, group in self._fsdp:
@@ -297,8 +304,9 @@ def _describe(view: _tensors.View) -> str:
     return f"{whole} with the layout '{view.layout}', here {list(view.shape)}"
 
 
-def _largest_mesh(module: Any) -> Any:
-    meshes = [p.device_mesh for p in module.parameters() if _torch.is_dtensor(p)]
+def _largest_mesh(children: list[tuple[str, Any]]) -> Any:
+    parameters = (p for _, child in children for p in child._parameters.values())
+    meshes = [p.device_mesh for p in parameters if _torch.is_dtensor(p)]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 
@@ -324,8 +332,9 @@ def share(module: Any) -> Any:
     torch = _torch.loaded()
     if torch is None or not isinstance(module, torch.nn.Module):
         raise Invalid(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    tensors = [_torch.local_part(owner[key]) for owner, key, _ in _list(module, buffers=True)]
-    for _, _, group in _fsdp_groups(module):  # what FSDP gathers from: the shards with their padding
+    children = _children(module)
+    tensors = [_torch.local_part(owner[key]) for owner, key, _ in _list(children, buffers=True)]
+    for _, _, group in _fsdp_groups(children):  # what FSDP gathers from: the shards with their padding
         tensors += [p._sharded_param_data for p in group.fsdp_params]
     shared: dict[int, Any] = {}  # storages by the address of those that they replace
     for tensor in {id(t): t for t in tensors}.values():

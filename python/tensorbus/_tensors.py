@@ -20,9 +20,9 @@ from . import _values
 from ._errors import Invalid
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: tens of thousands are made, and that takes three times as long
 class View:
-    """A tensor in memory. What it is a part of is known to those that bring a layout."""
+    """A tensor in memory, and never changed. What it is a part of is known to those that bring a layout."""
 
     address: int
     dtype: int  # the number of a tb_dtype

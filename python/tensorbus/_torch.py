@@ -96,6 +96,12 @@ class Held:
         self.address = local.data_ptr()
         self.storage_address, self.storage_nbytes = self.storage.data_ptr(), self.storage.nbytes()
 
+    def alias(self, view: _tensors.View) -> Any:
+        """A tensor of the memory as it was read, wherever the program's tensor is now."""
+        empty = self.local.new_empty(0)
+        offset = (self.address - self.storage_address) // empty.element_size()
+        return empty.set_(self.storage, offset, view.shape, view.strides or _tensors.row_major(view.shape))
+
     @property
     def is_intact(self) -> bool:
         """Whether the memory is where it was, and as long."""
@@ -129,7 +135,7 @@ def read(
     if torch is None or not isinstance(tensor, torch.Tensor):
         return None
     spec = tensor._spec if is_dtensor(tensor) else None
-    local = local_part(tensor)
+    local = _wait(tensor if spec is None else tensor._local_tensor)
     _check(torch, local)
     shape = tuple(local.shape)
     if spec is not None and not spec.mesh._is_current_rank_part_of_mesh():
