@@ -394,11 +394,30 @@ static void add_tensors(worker *w) {
     }
 }
 
-/* Some blocks get other memory, and the old one is gone; with `invalidates`, before it is told. */
-static void move_blocks(worker *w, bool invalidates) {
+/* Rebinds the tensors of the blocks that have other memory than `before`. */
+static tb_status rebind_blocks(worker *w, char *const *before) {
     tb_rebinding moved[2 * BATCH_MAX_TENSORS];
-    char names[BATCH_MAX_TENSORS][16], *before[2 * BATCH_MAX_TENSORS];
+    char names[BATCH_MAX_TENSORS][16];
     size_t nmoved = 0;
+    for (int n = 0; n < 2 * w->b.ntensors; n++) {
+        const part *p = &w->parts[n % 2][n / 2];
+        if (w->seat[n % 2] < 0 || p->is_null || !before[p->block - w->blocks])
+            continue;
+        snprintf(names[n / 2], sizeof names[0], "t%d", n / 2);
+        moved[nmoved++] = (tb_rebinding){w->pair[n % 2], names[n / 2], p->block->memory + p->offset + p->origin};
+    }
+    return tb_batch_rebind(w->batch, moved, nmoved);
+}
+
+static void block_drop(const block *b, char *memory) {
+    memset(tensor_bytes(memory), 0xEE, b->nbytes);
+    block_free(b, memory);
+}
+
+/* Some blocks get other memory, and the old one is freed; with `invalidates`, the library hears that it is gone before it
+ * hears of the new one. */
+static void move_blocks(worker *w, bool invalidates) {
+    char *before[2 * BATCH_MAX_TENSORS];
     at(w, "moves its tensors");
     for (size_t i = 0; i < w->nblocks; i++) {
         block *b = &w->blocks[i];
@@ -409,29 +428,24 @@ static void move_blocks(worker *w, bool invalidates) {
         if (invalidates && !b->is_bus)
             must(w, tb_world_invalidate(w->world, before[i], b->nbytes));
     }
-    for (int n = 0; n < 2 * w->b.ntensors; n++) {
-        const part *p = &w->parts[n % 2][n / 2];
-        if (w->seat[n % 2] < 0 || p->is_null || !before[p->block - w->blocks])
-            continue;
-        snprintf(names[n / 2], sizeof names[0], "t%d", n / 2);
-        moved[nmoved++] = (tb_rebinding){w->pair[n % 2], names[n / 2], p->block->memory + p->offset + p->origin};
-    }
-    tb_status status = tb_batch_rebind(w->batch, moved, nmoved);
-    bool is_other_kind = false;
-#ifdef TB_SLOW_DEVICE /* what tensor_alloc_any returns is not always of one kind; then the tensors stay */
-    is_other_kind = status == TB_REFUSED && strstr(tb_error_detail(), "memory of another kind");
-#endif
-    if (!is_other_kind)
-        must(w, status);
-    for (size_t i = 0; i < w->nblocks; i++) {
-        block *b = &w->blocks[i];
-        if (!before[i])
-            continue;
-        char *gone = is_other_kind ? b->memory : before[i];
-        if (is_other_kind)
+    tb_status status = rebind_blocks(w, before);
+#ifdef TB_SLOW_DEVICE /* what tensor_alloc_any returns is not always of one kind; such blocks stay */
+    if (status == TB_REFUSED && strstr(tb_error_detail(), "memory of another kind")) {
+        for (size_t i = 0; i < w->nblocks; i++) {
+            block *b = &w->blocks[i];
+            if (!before[i] || !b->is_bus)
+                continue;
+            block_drop(b, b->memory);
             b->memory = before[i];
-        memset(tensor_bytes(gone), 0xEE, b->nbytes);
-        block_free(b, gone);
+            before[i] = NULL;
+        }
+        status = rebind_blocks(w, before);
+    }
+#endif
+    must(w, status);
+    for (size_t i = 0; i < w->nblocks; i++) {
+        if (before[i])
+            block_drop(&w->blocks[i], before[i]);
     }
 }
 
