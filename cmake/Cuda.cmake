@@ -11,7 +11,7 @@ option(TB_SHARED_KERNELS "Have the kernels of the CUDA device in a library of th
 mark_as_advanced(TB_SHARED_KERNELS)
 
 set(cuda_sources "")
-set(cuda_tools "") # files of the tools that need it
+set(cuda_bench "") # files of src/bench that need it
 set(cuda_summary "without the CUDA device: TB_CUDA is off")
 if(TB_CUDA)
     find_package(Python3 QUIET COMPONENTS Interpreter)
@@ -48,12 +48,12 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/device/cuda/stream.c
             src/device/cuda/wake.c
         )
-        set(cuda_tools
-            src/tools/bench_driver.c
-            src/tools/bench_gpu.c
-            src/tools/bench_gpu_latency.c
-            src/tools/bench_gpu_lines.c
-            src/tools/bench_gpu_torch.c
+        set(cuda_bench
+            src/bench/bench_driver.c
+            src/bench/bench_gpu.c
+            src/bench/bench_gpu_latency.c
+            src/bench/bench_gpu_lines.c
+            src/bench/bench_gpu_torch.c
         )
         set(cuda_summary "with the CUDA device, by ${TB_NVCC}")
     elseif(TB_CUDA STREQUAL "AUTO")

@@ -2,7 +2,7 @@
 #include "tools/doctor.h"
 
 #include "tools/gpu.h"
-#include "tools/move.h"
+#include "tools/mirror.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

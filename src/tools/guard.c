@@ -1,5 +1,5 @@
 /* What must not be left behind: signals wait until the parent has tidied up, and its folder goes with it. */
-#include "tools/move.h"
+#include "tools/guard.h"
 
 #include "base/descriptors.h"
 #include "base/mem.h"

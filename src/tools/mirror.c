@@ -1,6 +1,6 @@
 /* Memory of a device, as this process sees it: through a copy in host memory, which the device itself reads and writes.
  * Only devices use addresses of their memory. */
-#include "tools/move.h"
+#include "tools/mirror.h"
 
 #include "base/process.h"
 #include "device/device.h"

@@ -1,5 +1,5 @@
 /* tensorbus reshard: a checkpoint sharded one way becomes one sharded another way. */
-#include "tools/move.h"
+#include "tools/guard.h"
 
 #include "base/descriptors.h"
 #include "reshard/disk.h"

@@ -1,0 +1,275 @@
+/* tensorbus bench: how fast tensors move between processes of this machine, next to what the machine can do. */
+#include "bench/bench.h"
+
+#include "base/descriptors.h"
+#include "tools/gpu.h"
+
+#include <fcntl.h>
+#include <glob.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+enum { MIN_SIZE = 1 << 20 };
+#define MAX_SIZE ((int64_t)1 << 40)
+
+enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, GPU, CHECK, JSON };
+
+static const tool_option options[] = {
+    [ONLY] = {"only", "NAME,...", "these lines only"},
+    [ROUNDS] = {"rounds", "N", "how often each line is measured (5, with --gpu 15; fewer where that would take long)"},
+    [SIZE] = {"size", "BYTES", "what the sources hold together (1GiB, with --gpu 2GiB; in small, a quarter of it)"},
+    [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
+    [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
+    [PEERS] = {"peers", NULL,
+               "also measure row_col with MPI (MPI_Alltoallw) and torch (Gloo); with --gpu, most with torch"},
+    [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
+    [GPU] = {"gpu", NULL, "measure the lines of tensors in GPU memory instead"},
+    [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
+    [JSON] = {"json", NULL, "print one JSON object per line"},
+    {NULL, NULL, NULL},
+};
+
+/* A line's time, unless it is told how often it is measured. Fourteen lines take less than ten minutes then, also where
+ * they exceed it by what can't be cut short. */
+#define LINE_NS ((int64_t)15 * 1000000000)
+
+/* ---- Names --------------------------------------------------------------------------------------------------- */
+
+static bool is_called(const char *known, const char *name, size_t length) {
+    return strlen(known) == length && strncmp(known, name, length) == 0;
+}
+
+static bool is_known(const char *name, size_t length) {
+    for (size_t i = 0; i < bench_ncases; i++) {
+        for (int l = 0; l < bench_cases[i].nlines; l++) {
+            if (is_called(bench_cases[i].line[l].name, name, length))
+                return true;
+        }
+    }
+    return is_called(BENCH_REFIT, name, length) || is_called(BENCH_DISK, name, length) ||
+           is_called(BENCH_QUANT, name, length) || is_called(BENCH_BUS, name, length) ||
+           is_called(BENCH_RTT, name, length);
+}
+
+static bool is_of_hosts(const char *name, size_t length) {
+    return is_called(BENCH_NET_ROW_COL, name, length) || is_called(BENCH_NET_REPLICATE, name, length) ||
+           is_called(BENCH_MPI_ROW_COL, name, length) || is_called(BENCH_AUTO_ROW_COL, name, length);
+}
+
+/* The lines of one run. */
+typedef enum set { UNKNOWN, PLAIN, OF_HOSTS, OF_GPUS } set;
+
+static set set_of(const char *name, size_t length) {
+    if (is_of_hosts(name, length))
+        return OF_HOSTS;
+    if (bench_gpu_is_line(name, length))
+        return OF_GPUS;
+    return is_known(name, length) ? PLAIN : UNKNOWN;
+}
+
+static tb_status check_names(const char *list, set wanted) {
+    static const char *const how[] = {
+        [PLAIN] = "without --hosts and --gpu", [OF_HOSTS] = "with --hosts", [OF_GPUS] = "with --gpu"};
+    for (const char *at = list; at; at = strchr(at, ','), at = at ? at + 1 : NULL) {
+        int length = (int)strcspn(at, ",");
+        set theirs = set_of(at, (size_t)length);
+        if (theirs == UNKNOWN)
+            return tb__fail(TB_INVALID, "--only: there is no line '%.*s'; `tensorbus bench --help` lists them",
+                            length < 40 ? length : 40, at);
+        if (theirs != wanted)
+            return tb__fail(TB_INVALID, "--only: '%.*s' is measured %s", length, at, how[theirs]);
+    }
+    return TB_OK;
+}
+
+/* ---- The command --------------------------------------------------------------------------------------------- */
+
+static tb_status read_options(const char *const *value, bench *b) {
+    b->only = value[ONLY];
+    b->rounds = value[GPU] ? 15 : 5; /* on a GPU they are short */
+    b->budget_ns = value[ROUNDS] ? 0 : LINE_NS;
+    b->size = (int64_t)1 << 30;
+    b->is_size_given = value[SIZE] != NULL;
+    b->is_json = value[JSON] != NULL;
+    b->with_peers = value[PEERS] != NULL;
+    b->with_hosts = value[HOSTS] != NULL;
+    b->with_gpu = value[GPU] != NULL;
+    if (b->with_hosts && (b->with_peers || b->with_gpu))
+        return tb__fail(TB_INVALID, "--hosts does not go with --%s", b->with_peers ? "peers" : "gpu");
+    TB_TRY(check_names(b->only, b->with_hosts ? OF_HOSTS : b->with_gpu ? OF_GPUS : PLAIN));
+    if (value[ROUNDS]) {
+        const char *at = value[ROUNDS];
+        int64_t rounds;
+        if (!tb__read_int(&at, &rounds) || *at || rounds < 1 || rounds > BENCH_MAX_ROUNDS)
+            return tb__fail(TB_INVALID, "--rounds: '%.40s' is not a number between 1 and %d", value[ROUNDS],
+                            BENCH_MAX_ROUNDS);
+        b->rounds = (int)rounds;
+    }
+    if (value[SIZE]) {
+        tb_status status = tb__read_size(value[SIZE], &b->size);
+        if (status != TB_OK)
+            return tb__fail_within(status, "--size");
+        if (b->size < MIN_SIZE || b->size > MAX_SIZE)
+            return tb__fail(TB_INVALID, "--size: %.40s is not between 1MiB and 1TiB", value[SIZE]);
+    }
+    return TB_OK;
+}
+
+/* With --check, whether the marks were reached; all has been printed. */
+static int conclude(const bench *b, const char *const *value) {
+    int nmarks = 0, nmissed = 0, nunknown = 0;
+    for (size_t i = 0; i < b->results.count; i++) {
+        nmarks += bench_has_mark(&b->results.item[i]);
+        nmissed += !bench_is_reached(&b->results.item[i]);
+        nunknown += bench_has_mark(&b->results.item[i]) && b->results.item[i].reason;
+    }
+    if (value[CHECK] && nunknown > 0)
+        return tool_fail(TOOL_FAILED, "%d of %d ratios miss their marks, %d of which were not measured", nmissed,
+                         nmarks, nunknown);
+    if (value[CHECK] && nmissed > 0)
+        return tool_fail(TOOL_FAILED, "%d of %d ratios miss their marks", nmissed, nmarks);
+    return b->nfailed > 0 ? TOOL_FAILED : TOOL_OK;
+}
+
+/* Removes the folders of runs that were killed, which may hold gigabytes: those with a lock that nobody holds. */
+static void remove_leftovers(void) {
+    char pattern[512];
+    glob_t found;
+    const char *base = getenv("TMPDIR");
+    snprintf(pattern, sizeof pattern, "%s/tensorbus-*/" TOOL_FOLDER_LOCK, base && *base ? base : "/tmp");
+    if (glob(pattern, 0, NULL, &found) != 0)
+        return;
+    for (size_t i = 0; i < found.gl_pathc; i++) {
+        char *folder = found.gl_pathv[i];
+        int fd = open(folder, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+        if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) {
+            *strrchr(folder, '/') = '\0';
+            tool_say("removing %s, which a run that was killed left", folder);
+            tool_folder_remove(folder);
+        }
+        if (fd >= 0)
+            close(fd);
+    }
+    globfree(&found);
+}
+
+static tb_status run_gpu(bench *b) {
+#ifdef TB_HAS_CUDA
+    return bench_gpu_run(b);
+#else
+    tool_gpus none;
+    (void)b;
+    return tool_gpus_look(&none);
+#endif
+}
+
+static int run(const tb__config *config, const char *const *value) {
+    bench b = {.batch = tool_batch_opts(config, value[STAGED], value[CHECKSUM])};
+    tb_status status = read_options(value, &b);
+    tb__descriptor_limit_raise();
+    if (status == TB_OK)
+        status = tool_guard_init(&b.guard);
+    if (status != TB_OK)
+        return tool_fail_status(status);
+    remove_leftovers();
+    bench_table_init(&b.table, b.with_gpu);
+    status = b.with_gpu ? run_gpu(&b) : bench_run(&b);
+    tool_buffers_fini(&b.buffers);
+    int exit_status = b.output_status; /* what can't be printed was told of */
+    if (status == TB_OK)
+        exit_status = conclude(&b, value);
+    else if (exit_status == TOOL_OK)
+        exit_status = tool_fail(TOOL_FAILED, "%s", tb_error_detail());
+    free(b.table.cells.item);
+    for (size_t i = 0; i < b.results.count; i++)
+        free(b.results.item[i].reason);
+    free(b.results.item);
+    tool_guard_fini(&b.guard);
+    return exit_status;
+}
+
+const tool_command tool_bench = {
+    .name = "bench",
+    .summary = "move tensors between processes and measure it against memcpy",
+    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
+             "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [OPTION...]\n"
+             "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
+    .details =
+        "  name          what moves                                               against             at least\n"
+        "  row_col       f32 matrix, Shard(0) to Shard(1), 4 to 4 ranks           memcpy                  0.85\n"
+        "  row_col_hand  the same                                                 hand-written loops      0.95\n"
+        "  foreign       the same from and to malloc'ed memory                    memcpy                  0.25\n"
+        "  model         a small Llama, Shard(0) over 4 to 2x2 DPxTP              memcpy                  0.85\n"
+        "  replicate     f32 matrix, Shard(0) to Replicate, 4 to 4 ranks          memcpy                  0.90\n"
+        "  local         f32 matrix, Shard(0) to Shard(0), the same 4 ranks       memcpy                  0.95\n"
+        "  small         tensors of 64 KiB, 4 to 4 ranks                          memcpy                  0.60\n"
+        "  cast          f32 to bf16, Shard(0) to Shard(1), input bytes           the cast, 1 process     0.90\n"
+        "  partial       bf16 Partial(sum) over 4 to Shard(0): 4 reads, 1 write   memcpy's traffic        0.60\n"
+        "  refit         200 tensors, experts, pp2 tp2 ep2 to dp4 ep4, 4 to 4     memcpy                  0.80\n"
+        "  quant_mxfp8   bf16 to MXFP8 in memory, one process: reads and writes   memcpy's traffic        0.60\n"
+        "  bus_model     the model through agents, whose clients have it          without agents          0.95\n"
+        "  command_rtt   QueryStatus to an agent and back: us                     bare Unix socket     at most 1.50\n"
+        "  reshard_disk  `tensorbus reshard` of 4 times the size, tp4 to tp2      cp                      0.80\n"
+        "\n"
+        "with --hosts, between network namespaces of this machine, a quarter of the size:\n"
+        "  net_row_col   f32 matrix, Shard(0) to Shard(1), 2 ranks to 2           iperf3                  0.85\n"
+        "  net_replicate f32 matrix to 3 other hosts: what leaves its own, GB     the matrix           at most 1.05\n"
+        "  mpi_row_col   f32 matrix, rows to columns, 4 ranks of an MPI job       MPI_Alltoallw           0.90\n"
+        "  auto_row_col  the same by the transport that suits, shm                MPI_Alltoallw           1.70\n"
+        "\n"
+        "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
+        "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"
+        "with the transfer: the ratio is worked out in every round, and the median of that is told. A transfer lasts\n"
+        "from the moment the sleeping ranks are woken until the last of them is done. The last one is verified,\n"
+        "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
+        "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
+        "settings; the marks are for the defaults, and without --staged or --checksum. reshard_disk works in TMPDIR,\n"
+        "with files in the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2\n"
+        "bytes of each number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same\n"
+        "memory.\n"
+        "The ranks of bus_model move the same memory by themselves and through their agents, in turns, until the\n"
+        "version is committed. command_rtt is the median of 2000 round trips, on one core; a process that does\n"
+        "nothing but answer as many bytes takes turns with the agent.\n",
+    .more =
+        "with --gpu, tensors in GPU memory, 4 processes to 4 and 2 GiB unless the line says otherwise:\n"
+        "  gpu_row_col         f32 matrix, Shard(0) to Shard(1)                   cuMemcpyAsync           0.95\n"
+        "  gpu_model           a small Llama, Shard(0) over 4 to 2x2 DPxTP        cuMemcpyAsync           0.95\n"
+        "  gpu_replicate       f32 matrix, Shard(0) to Replicate                  cuMemcpyAsync           0.95\n"
+        "  gpu_small           4,096 tensors of 64 KiB, all to each target        cuMemcpyAsync           0.90\n"
+        "  gpu_tiny            65,536 tensors of 512 bytes, all to each target    cuMemcpyAsync           0.85\n"
+        "  gpu_tiny_1m         1 Mi tensors of 512 bytes, 1 process to 1          cuMemcpyAsync           0.85\n"
+        "  gpu_rows4           f32 matrix to columns; rows at multiples of 4 B    cuMemcpyAsync           0.80\n"
+        "  gpu_runs32          f32 matrix to columns; runs of 32 bytes            cuMemcpyAsync           0.60\n"
+        "  gpu_cast            f32 to bf16, Shard(0) to Shard(1)                  as many reads, writes   0.95\n"
+        "  gpu_mxfp8           bf16 to MXFP8                                      as many reads, writes   0.95\n"
+        "  gpu_fp8_block       bf16 to FP8 in blocks of 128 x 128                 as many reads, writes   0.95\n"
+        "  gpu_nvfp4           bf16 to NVFP4: 2 reads, 1 write                    as many reads, writes   0.70\n"
+        "  gpu_partial         bf16 Partial(sum) over 4 to Shard(0)               as many reads, writes   0.95\n"
+        "  gpu_transpose_f32   f32 matrix that its target keeps transposed        cuMemcpyAsync           0.85\n"
+        "  gpu_transpose_bf16  the same in bf16                                   cuMemcpyAsync           0.80\n"
+        "  gpu_to_host         f32 matrix to pinned memory                        cuMemcpyAsync           0.95\n"
+        "  host_to_gpu         f32 matrix from pinned memory                      cuMemcpyAsync           0.95\n"
+        "  gpu_launches        kernel launches for a target of gpu_small          one launch           at most 4.00\n"
+        "  gpu_latency         a version of 4 KiB, 1 process to 1: us             cuMemcpyAsync, a flag\n"
+        "  gpu_bus_model       gpu_model through agents                           without agents          0.95\n"
+        "\n"
+        "On a GPU the ratio is of time between CUDA events: targets receive one after the other, and the time that\n"
+        "the GPU is busy for them is next to that of cuMemcpyAsync, in the same processes, of as many bytes, from\n"
+        "another process's memory (CUDA IPC), or from or to pinned memory. Where sizes change it copies half of what\n"
+        "has to be read and written. Ratio at once (wall_ratio) is of time by the clock with all targets at work,\n"
+        "which take turns on the GPU. Each line verifies both ways, every element. gpu_latency is from the start of\n"
+        "the sender's write on the GPU to the arrival; most of it is the GPU changing from one process's context to\n"
+        "the other's, about 290 us on an H200: cuMemcpyAsync by a process that does nothing but wait has it, too.\n"
+        "gpu_bus_model is by the clock, of a model twice as large. Sizes are less where the GPU has less memory, and\n"
+        "counts with them.\n"
+        "\n"
+        "Each line is printed as soon as it is measured. One that fails says why, and the others are measured all the\n"
+        "same. All together take a few minutes: without --rounds, a line that is slow has fewer rounds, and without\n"
+        "--size those after it move less.\n"
+        "\n"
+        "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio misses\n"
+        "its mark, or was not measured.\n",
+    .options = options,
+    .run = run,
+};
