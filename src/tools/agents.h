@@ -5,6 +5,7 @@
 
 #include "bus/client/link.h"
 #include "bus/store/protocol.h"
+#include "bus/store/store.h"
 #include "tools/tools.h"
 
 /* ---- Sockets (agents.c) -------------------------------------------------------------------------------------- */
@@ -77,7 +78,18 @@ void tool_take_version(tool_table *table, const json_t *batch);
 /* How many of the report's peers are alive. */
 size_t tool_count_alive(const json_t *report);
 
-/* ---- The bus, by its store (status_store.c) -------------------------------------------------------------------- */
+/* ---- The bus, by its store (bus_view.c, status_store.c) -------------------------------------------------------- */
+
+/* The first three are given. */
+typedef struct tool_bus {
+    const char *url, *token; /* NULL: none */
+    int timeout_ms;
+    tb__store *opened; /* kept from one look to the next; NULL: not open */
+} tool_bus;
+
+/* What the store has now, as docs/operations.md describes it. */
+tb_status tool_bus_look(tool_bus *bus, json_t **out);
+void tool_bus_close(tool_bus *bus);
 
 typedef struct tool_store_status {
     const char *store, *token; /* NULL: none */

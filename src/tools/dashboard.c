@@ -1,35 +1,49 @@
-/* tensorbus dashboard: a page that shows what the agents of this user do, all of them together. */
+/* tensorbus dashboard: a page that shows what the agents of this user do, all of them together, and, with --store, who
+ * is on the bus. */
 #include "tools/agents.h"
 #include "tools/http.h"
 
 #include "base/descriptors.h"
+#include "base/process.h"
 
+#include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { SOCKET, LISTEN, TOKEN_FILE };
+enum { STORE, SOCKET, LISTEN, TOKEN_FILE };
 
-enum { ANSWER_MS = 1000 }; /* what an agent gets to answer */
+enum {
+    ANSWER_MS = 1000,      /* what an agent gets to answer */
+    STORE_MS = 5000,       /* what the store gets */
+    REMEMBER_SECONDS = 600 /* how long a seat is shown that the store no longer has */
+};
 
 static const tool_option options[] = {
+    [STORE] = {"store", "URL", "also the bus, as this store knows it: all machines, whoever has a seat"},
     [SOCKET] = {"socket", "PATH", "only the agent that listens there"},
     [LISTEN] = {"listen", "[ADDRESS:]PORT", "where browsers find the page (127.0.0.1:9180); port 0 is any"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the agents' token, and that of browsers elsewhere"},
+    [TOKEN_FILE] = {"token-file", "FILE",
+                    "its first line is the token of the store, the agents, and browsers elsewhere"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
     "Prints \"page at URL\" once it serves, and runs until SIGTERM or SIGINT. The page shows ranks, pairs,\n"
     "batches and their versions, transfers under way, bytes between ranks, and failures, and is up to date\n"
-    "within a second. It finds agents as `tensorbus status` does. It listens on loopback unless told\n"
-    "otherwise. Elsewhere, browsers are asked for a password, which is the token; any user name will do.\n"
+    "within a second. It finds agents as `tensorbus status` does. With --store it has the groups, pairs, batches\n"
+    "and versions of the whole bus, with or without agents; transfers, bytes between ranks and the times of\n"
+    "phases are those of this user's agents on this machine.\n\n"
+    "It listens on loopback unless told otherwise. Elsewhere, browsers are asked for a password, which is the\n"
+    "token; any user name will do.\n"
     "/status has the same as JSON.\n";
 
 typedef struct dashboard {
     pthread_mutex_t lock;
     tool_agents agents;
     json_t *seats; /* by the path of its socket, where each agent that has answered sits */
+    tool_bus bus;  /* without a URL: there is none */
+    json_t *known; /* by "GROUP INDEX", the seats that the store had, and since when it does not ("gone") */
 } dashboard;
 
 static void remember_seat(dashboard *d, const tool_agent_view *agent) {
@@ -40,10 +54,51 @@ static void remember_seat(dashboard *d, const tool_agent_view *agent) {
     json_object_set_new(d->seats, agent->path, seat);
 }
 
+/* Puts the seats that were there before into the bus, as lost: the store forgets who leaves or dies. */
+static void add_gone_seats(dashboard *d, json_t *bus) {
+    json_t *seats = json_object_get(bus, "seats"), *seat;
+    int64_t now = tb__unix_seconds();
+    json_t *present = json_object();
+    size_t i;
+    json_array_foreach(seats, i, seat) {
+        char key[512];
+        if (!json_is_true(json_object_get(seat, "joined")))
+            continue;
+        snprintf(key, sizeof key, "%s %" PRId64, tool_json_text(seat, "group"), tool_json_int(seat, "index"));
+        json_object_set(present, key, seat);
+    }
+    json_object_update(d->known, present);
+    const char *key;
+    void *next;
+    json_object_foreach_safe(d->known, next, key, seat) {
+        if (json_object_get(present, key))
+            continue;
+        if (!json_object_get(seat, "gone"))
+            json_object_set_new(seat, "gone", json_integer(now));
+        if (now - tool_json_int(seat, "gone") > REMEMBER_SECONDS)
+            json_object_del(d->known, key);
+        else
+            json_array_append(seats, seat);
+    }
+    json_decref(present);
+}
+
+/* The page goes on with agents while the store is silent, and says why. */
+static json_t *look_at_bus(dashboard *d) {
+    json_t *bus;
+    if (tool_bus_look(&d->bus, &bus) != TB_OK)
+        return json_pack("{s:s,s:s,s:[],s:[],s:[],s:[]}", "store", d->bus.url, "why", tb_error_detail(), "groups",
+                         "seats", "pairs", "batches");
+    add_gone_seats(d, bus);
+    return bus;
+}
+
 static tb_status look(dashboard *d, char **out) {
     TB_TRY(tool_agents_find(&d->agents));
     tool_agents_ask(&d->agents, ANSWER_MS);
-    json_t *view = tool_view_create("agents of this machine");
+    json_t *view = tool_view_create(d->bus.url ? d->bus.url : "agents of this machine");
+    if (d->bus.url)
+        json_object_set_new(view, "bus", look_at_bus(d));
     for (size_t i = 0; i < d->agents.list.count; i++) {
         const tool_agent_view *agent = &d->agents.list.item[i];
         if (agent->report)
@@ -70,7 +125,9 @@ static int run(const tb__config *config, const char *const *value) {
     tool_http *http;
     dashboard d = {.lock = PTHREAD_MUTEX_INITIALIZER,
                    .agents = {.socket = value[SOCKET], .name = "tensorbus dashboard"},
-                   .seats = json_object()};
+                   .seats = json_object(),
+                   .bus = {.url = value[STORE], .timeout_ms = STORE_MS},
+                   .known = json_object()};
     tool_http_opts opts = {.option = "listen",
                            .place = value[LISTEN] ? value[LISTEN] : "9180",
                            .needs_token = true,
@@ -82,7 +139,7 @@ static int run(const tb__config *config, const char *const *value) {
     if (value[TOKEN_FILE]) {
         if (tool_read_token(value[TOKEN_FILE], token) != TB_OK)
             return tool_fail(TOOL_BAD_INPUT, "%s", tb_error_detail());
-        d.agents.token = opts.token = token;
+        d.agents.token = d.bus.token = opts.token = token;
     }
     tb__descriptor_limit_raise();
     sigset_t ends; /* before the first thread */
@@ -100,14 +157,16 @@ static int run(const tb__config *config, const char *const *value) {
         tool_http_stop(http);
     }
     tool_agents_fini(&d.agents);
+    tool_bus_close(&d.bus);
     json_decref(d.seats);
+    json_decref(d.known);
     return status == TB_OK ? TOOL_OK : tool_fail_status(status);
 }
 
 const tool_command tool_dashboard = {
     .name = "dashboard",
     .summary = "serve a live page of what agents do",
-    .usage = "[--listen [ADDRESS:]PORT] [--socket PATH] [--token-file FILE]",
+    .usage = "[--store URL] [--listen [ADDRESS:]PORT] [--socket PATH] [--token-file FILE]",
     .details = details,
     .options = options,
     .run = run,

@@ -52,8 +52,8 @@ has doctor store token-file json
 has demo size ranks src dst staged checksum bus gpu
 has bench only rounds size staged checksum peers hosts check json gpu
 has agent name rank size store socket token-file timeout workers transport host checksum no-gpu http
-has dashboard socket listen token-file
-has status socket all token-file timeout json
+has dashboard store socket listen token-file
+has status store socket all token-file timeout watch interval json
 has top socket interval once token-file
 
 # help needs no sound environment, and comes whatever else is asked for
