@@ -10,6 +10,7 @@
 #include "loop/stream.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -178,7 +179,7 @@ static void set_timer(tb__loop *loop) {
 }
 
 /* Sleeps, without the lock, until a descriptor is readable. Polls for a moment first: most waits are shorter than
- * waking up takes. */
+ * waking up takes. The program's thread may need this core meanwhile, to begin what the driver polls for. */
 static void wait_for_events(tb__loop *loop, int timeout_ms) {
     set_timer(loop);
     int spin_us = loop->tasks ? loop->spin_us : 0;
@@ -188,7 +189,7 @@ static void wait_for_events(tb__loop *loop, int timeout_ms) {
     if (spin_us > 0) {
         double until = tb__seconds() + spin_us * 1e-6;
         while ((n = epoll_wait(loop->epoll, &event, 1, 0)) == 0 && tb__seconds() < until)
-            ;
+            sched_yield();
     }
     if (n == 0)
         epoll_wait(loop->epoll, &event, 1, timeout_ms);
