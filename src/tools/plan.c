@@ -6,7 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { SHAPE, DTYPE, SRC, DST, HOSTS, RANK, BUCKETS, ALL, JSON, SVG, JSONL, NOPTIONS };
+enum { SHAPE, DTYPE, SRC, DST, HOSTS, RANK, BUCKETS, ALL, JSON, SVG, HTML, JSONL, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SHAPE] = {"shape", "N,N,...", "global shape of the tensor; '' is a scalar"},
@@ -21,6 +21,7 @@ static const tool_option options[NOPTIONS + 1] = {
     [ALL] = {"all", NULL, "every row, however many there are"},
     [JSON] = {"json", NULL, "print JSON"},
     [SVG] = {"svg", "FILE", "draw both sides and the traffic into FILE; - prints the picture and nothing else"},
+    [HTML] = {"html", "FILE", "the same as a page, where one rank's transfers can be looked up; not with --svg"},
     [JSONL] = {"jsonl", "FILE", "answer each line of FILE (- is standard input) with a line of JSON"},
 };
 
@@ -159,11 +160,13 @@ static tb_status add_all_buckets(tb__text *out, const request *r, bool as_json) 
 static tb_status prepare(const tb__config *config, const char *const *value, request *r, tb__text *out,
                          tb__text *picture) {
     TB_TRY(read_request(config, value, r));
-    bool is_whole = r->rank == TB_NO_RANK || value[SVG];
+    bool is_whole = r->rank == TB_NO_RANK || value[SVG] || value[HTML];
     if (is_whole)
         TB_TRY(tool_plan_view_fill(&r->view));
     if (value[SVG])
         TB_TRY(tool_draw_plan(picture, &r->view));
+    if (value[HTML])
+        TB_TRY(tool_draw_plan_page(picture, &r->view));
     if (value[BUCKETS])
         return add_all_buckets(out, r, value[JSON] != NULL);
     if (r->rank != TB_NO_RANK)
@@ -241,10 +244,13 @@ static int run(const tb__config *config, const char *const *value) {
         if (!value[needed[i]])
             return tool_fail(TOOL_BAD_INPUT, "--%s is missing; see `tensorbus plan --help`", options[needed[i]].name);
     }
+    if (value[SVG] && value[HTML])
+        return tool_fail(TOOL_BAD_INPUT, "--html has the picture in it: give it or --svg, not both");
     request r;
     tb__text out = {0}, picture = {0};
     tb_status status = prepare(config, value, &r, &out, &picture);
-    int exit_status = status == TB_OK ? tool_deliver(&out, &picture, value[SVG]) : tool_fail_status(status);
+    int exit_status = status == TB_OK ? tool_deliver(&out, &picture, value[SVG] ? value[SVG] : value[HTML])
+                                      : tool_fail_status(status);
     tb__text_fini(&out);
     tb__text_fini(&picture);
     tool_plan_view_fini(&r.view);

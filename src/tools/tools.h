@@ -39,8 +39,8 @@ typedef struct tool_command {
     int (*run)(const tb__config *config, const char *const *value);
 } tool_command;
 
-extern const tool_command tool_agent, tool_bench, tool_config, tool_dashboard, tool_demo, tool_doctor, tool_inspect, tool_layout,
-    tool_plan, tool_reshard, tool_status, tool_store, tool_top, tool_verify;
+extern const tool_command tool_agent, tool_bench, tool_config, tool_dashboard, tool_demo, tool_doctor, tool_inspect,
+    tool_layout, tool_plan, tool_reshard, tool_status, tool_store, tool_top, tool_verify;
 
 /* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help);
@@ -206,5 +206,6 @@ tb_status tool_add_rank_json(tb__text *out, const tool_plan_view *view, int32_t 
 
 tb_status tool_draw_layout(tb__text *out, const tb_layout *layout, const tb_shape *shape, tb_dtype dtype);
 tb_status tool_draw_plan(tb__text *out, const tool_plan_view *view);
+tb_status tool_draw_plan_page(tb__text *out, const tool_plan_view *view); /* of HTML (plan_html.c) */
 
 #endif

@@ -73,6 +73,17 @@ shows 'and 904 more ranks</text>'
 layout '' 'mesh=1 place=R'
 layout 5,5,5,5,5,5,5,5 'mesh=2,2,2,2,2,2,2,2 place=S0,S1,S2,S3,S4,S5,S6,S7'
 
+# A page of the same: the picture, and every transfer.
+page=$tmp/page.html
+accepted plan --shape 256,256 --dtype bf16 --src 'mesh=128 place=S0' --dst 'mesh=4,32 place=R,S1 ranks=128..255' --html "$page"
+[ "$(head -n 1 "$page")" = '<!doctype html>' ] || fail "the page begins with $(head -n 1 "$page")"
+[ "$(tail -n 1 "$page")" = '</html>' ] || fail "the page ends with $(tail -n 1 "$page")"
+[ "$(grep -c '^<svg ' "$page")" -eq 1 ] || fail 'the page has no picture'
+[ "$(grep -c '^\[[0-9]*,[0-9]*,32,\[[0-9]*,[0-9]*,[0-9]*,[0-9]*\]\],$' "$page")" -eq 4096 ] || fail 'the page lacks transfers'
+! grep -q -e 'PICTURE' -e 'TRANSFERS' -e 'src="http' "$page" || fail 'the page is not complete'
+refused 'give it or --svg, not both' plan --shape 8 --dtype f32 --src 'mesh=2 place=S0' --dst 'mesh=1 place=R' --svg - --html -
+python3 -B "$(dirname -- "$0")/plan_page.py" "$page" "$tmp" >"$out" 2>&1 || fail "$(cat "$out")"
+
 # - prints the picture alone
 accepted layout --shape 8 --layout 'mesh=2 place=S0' --svg -
 cp "$out" "$picture"
