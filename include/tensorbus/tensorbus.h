@@ -257,7 +257,7 @@ TB_API uint64_t tb_world_plan_bytes(const tb_world *world);
  *
  * is a mesh of ranks, row-major (without `ranks`: 0, 1, 2, ...), and for each of its dimensions what that does to the
  * tensor: Shard(0), StridedShard(0,2), BlockShard(0,4,12,8), Explicit(0, 0-3,5-6; 3-5), Replicate, Partial(sum); short
- * S0, R, P. docs/design.md has the rules.
+ * S0, R, P. docs/design/layout.md has the rules.
  *
  * With a layout of NULL, on both sides, seat i sends to seat i; the groups have as many ranks. Each rank's tensors are
  * its own then: their shapes are those of what the rank has, and other ranks may have other tensors, or other shapes

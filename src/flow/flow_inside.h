@@ -1,5 +1,5 @@
 /* struct tb__flow, and the functions that its files call in one another. Each struct in it has an owner, one or a few
- * files that alone write it: see its comment, and the table in docs/design.md.
+ * files that alone write it: see its comment, and the table in docs/design/flow.md.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_FLOW_INSIDE_H
