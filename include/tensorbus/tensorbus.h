@@ -83,6 +83,10 @@ typedef void (*tb_log_fn)(void *arg, tb_log_level level, const char *line);
  * message, or when the sink is changed. */
 TB_API void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg);
 
+/* The same for a descriptor in place of a function: each message is written to it at once, with its level, as in
+ * "warn: ...", and a newline. One that it has no room for and does not wait for is lost. -1 takes it away. */
+TB_API void tb_log_set_fd(tb_log_level level, int fd);
+
 /* ---- Dtypes -------------------------------------------------------------------------------------------------- */
 
 typedef enum tb_dtype {

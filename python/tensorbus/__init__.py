@@ -25,17 +25,21 @@ from ._errors import (
     Timeout,
 )
 from ._hash import hash_tensor
+from ._ir import IR, TensorSpec
 from ._layout import Layout, Plan, PlanStats, Route, layout, plan
+from ._log import log
 from ._memory import Memory, empty
 from ._module import share
 from ._names import Match, Names, Part, apply_view, match_names
 from ._pair import Pair
+from ._slices import PlanCounts, PlanParam, SliceOp
 from ._torch import torch_allocator
 from ._transfer import Transfer, TransferState
 
 __version__: str = _lib.tb_version_string().decode()
 
 __all__ = [
+    "IR",
     "Batch",
     "BatchState",
     "Bus",
@@ -56,11 +60,15 @@ __all__ = [
     "Part",
     "PeerLost",
     "Plan",
+    "PlanCounts",
+    "PlanParam",
     "PlanStats",
     "Plans",
     "Refused",
     "Route",
+    "SliceOp",
     "Superseded",
+    "TensorSpec",
     "Timeout",
     "Transfer",
     "TransferState",
@@ -71,6 +79,7 @@ __all__ = [
     "join",
     "join_async",
     "layout",
+    "log",
     "match_names",
     "plan",
     "share",

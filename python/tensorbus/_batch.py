@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_bool, c_char_p, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ._c import (
     tb_batch_opts,
     tb_batch_state,
     tb_commit,
+    tb_ir,
     tb_rebinding,
     tb_tensor,
     tb_tie,
@@ -27,6 +29,7 @@ from ._c import (
 from ._call import Call, awaiting, waiting
 from ._errors import Error, Invalid, Refused, Timeout
 from ._handle import Deadline, Handle
+from ._ir import IR
 from ._layout import Layout, layout, part_shape
 from ._pair import Pair
 from ._transfer import EVENTS, Transfer, TransferState
@@ -356,6 +359,14 @@ class Batch(Handle):
         with self._use() as batch:
             return take_text(lib.tb_batch_dump, batch, _values.flag("is_send", is_send))
 
+    def ir(self, is_send: bool) -> IR:
+        """What this process does when the registered batch is sent, or received. Ranks are those of the bus."""
+        out = POINTER(tb_ir)()
+        is_send = _values.flag("is_send", is_send)
+        with self._use() as batch:
+            lib.tb_batch_ir(batch, is_send, byref(out))
+        return IR(out)
+
     def signal(self, question: int, timeout: float | None = None, *, group: str | None = None) -> bool:
         """Whether there is something to move, with the same answer on all ranks of the group that ask this question.
 
@@ -639,28 +650,16 @@ def _reinterpret(view: _tensors.View, dtype: Any) -> _tensors.View:
 def _encode(
     name: str, described: tb_tensor, found: _tensors.View, encode: Any, scales: Any, scale: Any, scale_group: Any
 ) -> _tensors.View:
-    """Adds the encoding; the library can't see how long the memory of the scales is."""
+    """Adds the encoding."""
     try:
         described.encode = _values.text("encode", encode)
         described.scale_group = _values.optional_text("scale_group", scale_group)
-        wanted = c_size_t(), c_size_t(), c_size_t()
-        part = _values.shape("shape", found.shape)
-        lib.tb_encode_nbytes(described.encode, byref(part), *map(byref, wanted))
-        keepalive = [found.keepalive]
-        for field, tensor, nbytes in ("scales", scales, wanted[1].value), ("scale", scale, wanted[2].value):
-            if tensor is None:
-                continue
-            view = _tensors.read(tensor)
-            first, last = _tensors.span(view)
-            if view.strides is not None or last - first != nbytes:
-                raise Invalid(f"{field} must have {nbytes} bytes without gaps, not {last - first}")
-            if view.device != found.device:
-                raise Invalid(f"{field} is on {view.device}, and the data on {found.device}")
-            setattr(described, field, first if nbytes else None)
-            keepalive.append(view.keepalive)
+        scales_of = _tensors.read_scales(found, described.encode, scales, scale)
+        for field, view in scales_of.items():
+            setattr(described, field, view.address if math.prod(view.shape) else None)
     except Error as error:
         raise type(error)(f"tensor '{name}': {error}", error.status) from None
-    return replace(found, keepalive=keepalive)
+    return replace(found, keepalive=[found.keepalive, *(view.keepalive for view in scales_of.values())])
 
 
 def _check_part(pair: Pair, its: Layout | None, whole: tuple[int, ...], part: tuple[int, ...]) -> None:

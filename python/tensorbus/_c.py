@@ -56,6 +56,14 @@ class tb_status(enum.IntEnum):
     TB_SUPERSEDED = -13
 
 
+class tb_log_level(enum.IntEnum):
+    TB_LOG_OFF = 0
+    TB_LOG_ERROR = 1
+    TB_LOG_WARN = 2
+    TB_LOG_INFO = 3
+    TB_LOG_DEBUG = 4
+
+
 class tb_commit(enum.IntEnum):
     TB_IN_PLACE = 0
     TB_SHADOW = 1
@@ -244,6 +252,58 @@ class tb_copy_view(_Sized):
         ("shape", Dims),
         ("strides", POINTER(c_int64)),
         ("memory", c_char_p),
+    ]
+
+
+class tb_slice(Structure):
+    _fields_ = [("start", Dims), ("length", Dims)]
+
+
+class tb_reshard_op(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("param", c_char_p),
+        ("peer", c_int32),
+        ("here", tb_slice),
+        ("there", tb_slice),
+        ("task_id", c_uint64),
+    ]
+
+
+class tb_reshard_param(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("name", c_char_p),
+        ("view", POINTER(tb_copy_view)),
+        ("buffer_dtype", c_int),
+        ("encode", c_char_p),
+        ("scales", c_void_p),
+        ("scale", c_void_p),
+    ]
+
+
+class tb_reshard_plan(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("sends", POINTER(tb_reshard_op)),
+        ("recvs", POINTER(tb_reshard_op)),
+        ("nsends", c_size_t),
+        ("nrecvs", c_size_t),
+        ("transform", c_void_p),
+        ("sources", POINTER(tb_reshard_param)),
+        ("targets", POINTER(tb_reshard_param)),
+        ("nsources", c_size_t),
+        ("ntargets", c_size_t),
+    ]
+
+
+class tb_reshard_counts(_Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("direct", c_size_t),
+        ("copied", c_size_t),
+        ("transformed", c_size_t),
+        ("accumulated", c_size_t),
     ]
 
 
@@ -502,6 +562,7 @@ _IR = POINTER(POINTER(tb_ir))
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_version_string": (c_char_p,),
     "tb_error_detail": (c_char_p,),
+    "tb_log_set_fd": (None, c_int, c_int),
     "tb_dtype_name": (c_char_p, c_int),
     "tb_dtype_bits": (c_uint, c_int),
     "tb_dtype_parse": (tb_status, c_char_p, _INT),
@@ -554,6 +615,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_copy_run": (tb_status, c_void_p, c_int),
     "tb_copy_cancel": (None, c_void_p),
     "tb_copy_close": (None, c_void_p),
+    "tb_reshard_execute_plan": (tb_status, c_void_p, POINTER(tb_reshard_plan), c_int, POINTER(tb_reshard_counts)),
     "tb_names_create": (tb_status, POINTER(tb_names_opts), _OUT),
     "tb_names_destroy": (None, c_void_p),
     "tb_names_resolve": (tb_status, c_void_p, POINTER(c_char_p), c_size_t, POINTER(tb_parts)),
@@ -598,6 +660,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_routes_destroy": (None, c_void_p),
     "tb_routes_count": (c_size_t, c_void_p),
     "tb_routes_at": (POINTER(tb_route), c_void_p, c_size_t),
+    "tb_route_mode": (c_int, POINTER(tb_route), c_int32),
     "tb_plan_routes": (tb_status, c_void_p, c_int32, c_uint64, c_void_p),
     "tb_plan_check": (tb_status, c_void_p),
     "tb_plan_stats_compute": (tb_status, c_void_p, POINTER(tb_plan_stats)),
@@ -608,6 +671,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_ir_create": (tb_status, c_int32, POINTER(tb_tensor_spec), c_size_t, c_void_p, POINTER(tb_ir_opts), _IR),
     "tb_ir_destroy": (None, POINTER(tb_ir)),
     "tb_ir_dump_text": (tb_status, POINTER(tb_ir), _OUT),
+    "tb_ir_dump_json": (tb_status, POINTER(tb_ir), _OUT),
+    "tb_ir_parse_json": (tb_status, c_char_p, c_size_t, _IR),
     "tb_batch_ir": (tb_status, c_void_p, c_bool, _IR),
     "tb_ir_execute": (tb_status, c_void_p, POINTER(tb_ir), POINTER(tb_ir_part), POINTER(tb_ir_execute_opts)),
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import byref, c_int64
 from typing import TYPE_CHECKING, Any
 
-from . import _tensors, _values
-from ._c import TB_MAX_DIMS, lib, tb_copy_opts, tb_copy_view
-from ._errors import Error, Invalid
+from . import _ir, _slices, _tensors, _values
+from ._c import TB_MAX_DIMS, lib, tb_bucket_step, tb_copy_opts, tb_copy_view, tb_ir_execute_opts
+from ._errors import Invalid
 from ._handle import Handle, make_interruptible
 
 if TYPE_CHECKING:
     from ._bus import Bus
-
-_NO_TASK = 2**64 - 1  # TB_NO_TASK
 
 
 class CopyService(Handle):
@@ -40,8 +39,9 @@ class CopyService(Handle):
     def _submit(self, call: Any, parameter: str, tensor: Any, rank: Any, task_id: Any) -> None:
         tensors = tensor if isinstance(tensor, list | tuple) else [tensor]
         rank = _values.integer(parameter, rank, 0, self._size - 1)
-        number = _NO_TASK if task_id is None else _values.integer("task_id", task_id, 0, _NO_TASK - 1)
-        views = [_read(i, each, call is lib.tb_copy_submit_recv) for i, each in enumerate(tensors)]
+        number = _slices.NO_TASK if task_id is None else _values.integer("task_id", task_id, 0, _slices.NO_TASK - 1)
+        is_target = call is lib.tb_copy_submit_recv
+        views = [_tensors.read_for(f"tensor {i}", each, is_target) for i, each in enumerate(tensors)]
         described = (tb_copy_view * len(views))(*map(_describe, views))
         with self._use() as copy:
             call(copy, described, len(views), rank, number)
@@ -54,14 +54,88 @@ class CopyService(Handle):
         the run on every rank, before anything is written, with the same sentence.
         """
         timeout_ms = _values.milliseconds("timeout", timeout)
+        self._run(lambda copy: lib.tb_copy_run(copy, timeout_ms))
+
+    def _run(self, call: Callable[[Any], object]) -> None:
+        """Makes a call that runs what was submitted, too."""
         with self._use() as copy:
             try:
                 for view in self._held:
                     if view.look_again is not None:
                         view.look_again()
-                make_interruptible(lambda: lib.tb_copy_run(copy, timeout_ms), lambda: lib.tb_copy_cancel(copy))
+                make_interruptible(lambda: call(copy), lambda: lib.tb_copy_cancel(copy))
             finally:
                 self._held.clear()
+
+    def execute(
+        self,
+        ir: _ir.IR,
+        sources: Mapping[str, Any] | None = None,
+        targets: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        *,
+        bus_ranks: bool = False,
+    ) -> None:
+        """Does what an IR says; all ranks of the group call it, each with its own, which has the same names.
+
+        ``sources`` and ``targets`` have this rank's parts of the tensors that it sends and receives, by name. Ranks in
+        the IR are seats of the group, or, with ``bus_ranks``, those of the bus, as ``Batch.ir`` has them. What does not
+        fit together fails on all ranks, with one sentence, before anything is written. What was submitted is run, too.
+
+        >>> import tempfile, numpy, tensorbus as tb
+        >>> with tempfile.TemporaryDirectory() as folder, tb.join(f"unix:{folder}/bus", "all", index=0, size=1) as bus:
+        ...     ir = tb.IR.plan(0, {"w": tb.TensorSpec("mesh=1 place=S0", "mesh=1 place=S1", (2, 2), "f32")})
+        ...     x, y = numpy.ones((2, 2), "f4"), numpy.zeros((2, 2), "f4")
+        ...     tb.copy_service(bus).execute(ir, {"w": x}, {"w": y})
+        ...     y.tolist()
+        [[1.0, 1.0], [1.0, 1.0]]
+        """
+        if not isinstance(ir, _ir.IR):
+            raise Invalid(f"ir must be a tensorbus.IR, not {type(ir).__name__}")
+        read, written = _tensors.read_all("sources", sources, False), _tensors.read_all("targets", targets, True)
+        bound = _ir.bind_names(ir, read, written)
+        opts = tb_ir_execute_opts(
+            timeout_ms=_values.milliseconds("timeout", timeout), bus_ranks=_values.flag("bus_ranks", bus_ranks)
+        )
+        self._run(lambda copy: lib.tb_ir_execute(copy, ir._pointer, bound, byref(opts)))
+
+    def _execute(
+        self, ir: _ir.IR, bound: Any, timeout: float | None, progress: Callable[[int, tb_bucket_step], None] | None
+    ) -> None:
+        """The same for parts that are bound. ``progress`` is called by other threads."""
+        opts = tb_ir_execute_opts(timeout_ms=_values.milliseconds("timeout", timeout))
+        if progress is not None:
+            opts.progress = type(opts.progress)(lambda _arg, bucket, step: progress(bucket, tb_bucket_step(step)))
+        with self._use() as copy:
+            lib.tb_ir_execute(copy, ir._pointer, bound, byref(opts))
+
+    def execute_plan(
+        self,
+        sends: Iterable[_slices.SliceOp],
+        recvs: Iterable[_slices.SliceOp],
+        sources: Mapping[str, Any] | None = None,
+        targets: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> _slices.PlanCounts:
+        """Executes a plan that somebody else has made; all ranks of the group call it.
+
+        ``sends`` and ``recvs`` are slices of this rank's ``sources`` and ``targets``: tensors by name, or ``PlanParam``
+        for those that travel in another dtype or are quantised. What any rank finds wrong fails it on every rank, with
+        one sentence, before anything is written. What was submitted is run, too. The result tells how many receives
+        were written in which way.
+
+        >>> import tempfile, numpy, tensorbus as tb
+        >>> with tempfile.TemporaryDirectory() as folder, tb.join(f"unix:{folder}/bus", "all", index=0, size=1) as bus:
+        ...     x, y = numpy.arange(6.0).reshape(2, 3), numpy.zeros((1, 3))
+        ...     row, all_of_it = [slice(1, 2), slice(0, 3)], [slice(0, 1), slice(0, 3)]
+        ...     sends, recvs = [tb.SliceOp("w", 0, row, all_of_it, 7)], [tb.SliceOp("w", 0, all_of_it, row, 7)]
+        ...     tb.copy_service(bus).execute_plan(sends, recvs, {"w": x}, {"w": y}), y.tolist()
+        (PlanCounts(direct=1, copied=0, transformed=0, accumulated=0), [[3.0, 4.0, 5.0]])
+        """
+        plan = _slices.Plan(self._size, sends, recvs, sources, targets, _describe)
+        timeout_ms = _values.milliseconds("timeout", timeout)
+        self._run(lambda copy: lib.tb_reshard_execute_plan(copy, byref(plan.c), timeout_ms, byref(plan.counts)))
+        return plan.result
 
     def close(self) -> None:
         """Gives it up; runs that need this rank fail from then on. Closing the bus does this first."""
@@ -69,16 +143,6 @@ class CopyService(Handle):
             self._bus._services.remove(self)
             lib.tb_copy_close(handle)
             self._held.clear()
-
-
-def _read(index: int, tensor: Any, is_target: bool) -> _tensors.View:
-    try:
-        view = _tensors.read(tensor)
-        if is_target and view.is_readonly:
-            raise Invalid("it is read-only, and can't be received into")
-    except Error as error:
-        raise type(error)(f"tensor {index}: {error}", error.status) from None
-    return view
 
 
 def _describe(view: _tensors.View) -> tb_copy_view:

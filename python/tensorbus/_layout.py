@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _values
-from ._c import TB_MAX_RANKS, TB_NO_RANK, find, lib, take_text, tb_local, tb_plan_opts, tb_plan_stats
+from ._c import TB_MAX_RANKS, TB_NO_RANK, find, lib, take_text, tb_chunk_mode, tb_local, tb_plan_opts, tb_plan_stats
 from ._errors import Error, Invalid, Refused
 
 Segments = list[list[tuple[int, int]]]
@@ -125,6 +125,7 @@ class Route:
     lengths: tuple[int, ...]
     source_start: tuple[int, ...]
     target_start: tuple[int, ...]  # at this rank if it is a target, else at the first target
+    mode: str  # what it is at this rank: "p2p", "broadcast", "local", or "none", which takes part in a reduction only
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +187,8 @@ class Plan:
 
         >>> import tensorbus as tb
         >>> p = tb.plan("mesh=2 place=S0", "mesh=1 place=R ranks=2", (4,), "f32")
-        >>> [(r.source, r.target_start, r.lengths) for r in p.routes(2)]
-        [(0, (0,), (2,)), (1, (2,), (2,))]
+        >>> [(r.source, r.target_start, r.lengths, r.mode) for r in p.routes(2)]
+        [(0, (0,), (2,), 'p2p'), (1, (2,), (2,), 'p2p')]
         """
         rank = _values.integer("rank", rank, 0, TB_MAX_RANKS - 1)
         rotation = _values.integer("rotation", rotation, 0, 2**64 - 1)
@@ -195,11 +196,11 @@ class Plan:
         lib.tb_routes_create(byref(found))
         try:
             lib.tb_plan_routes(self._handle, rank, rotation, found)
-            return [self._route(lib.tb_routes_at(found, i)[0]) for i in range(lib.tb_routes_count(found))]
+            return [self._route(lib.tb_routes_at(found, i)[0], rank) for i in range(lib.tb_routes_count(found))]
         finally:
             lib.tb_routes_destroy(found)
 
-    def _route(self, r: Any) -> Route:
+    def _route(self, r: Any, rank: int) -> Route:
         n = len(self.shape)
         return Route(
             source=None if r.source == TB_NO_RANK else r.source,
@@ -208,6 +209,7 @@ class Plan:
             lengths=tuple(r.len[:n]),
             source_start=tuple(r.src.start[:n]),
             target_start=tuple(r.dst.start[:n]),
+            mode=tb_chunk_mode(lib.tb_route_mode(byref(r), rank)).name.removeprefix("TB_").lower(),
         )
 
     def stats(self) -> PlanStats:

@@ -12,12 +12,26 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, py_object
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    py_object,
+)
 from dataclasses import dataclass
 from typing import Any
 
 from . import _values
-from ._errors import Invalid
+from ._c import lib
+from ._errors import Error, Invalid
 
 
 @dataclass(slots=True)  # not frozen: tens of thousands are made, and that takes three times as long
@@ -210,6 +224,43 @@ def read(tensor: Any) -> View:
         if view is not None:
             return view
     raise Invalid(f"{type(tensor).__name__} is no tensor: NumPy arrays, PyTorch tensors and what has DLPack are")
+
+
+def read_for(what: str, tensor: Any, is_target: bool) -> View:
+    """The same for what is called ``what``; what is received into can be written."""
+    try:
+        view = read(tensor)
+        if is_target and view.is_readonly:
+            raise Invalid("it is read-only, and can't be received into")
+    except Error as error:
+        raise type(error)(f"{what}: {error}", error.status) from None
+    return view
+
+
+def read_all(parameter: str, tensors: Any, is_target: bool) -> dict[str, View]:
+    """The same for a dict of tensors by name."""
+    return {
+        name: read_for(f"{parameter} {name!r}", tensor, is_target)
+        for name, tensor in _values.mapping(parameter, tensors).items()
+    }
+
+
+def read_scales(data: View, encode: bytes, scales: Any, scale: Any) -> dict[str, View]:
+    """What is given of a quantised tensor's scales; the library can't see how long their memory is."""
+    wanted = c_size_t(), c_size_t(), c_size_t()
+    lib.tb_encode_nbytes(encode, byref(_values.shape("shape", data.shape)), *map(byref, wanted))
+    views: dict[str, View] = {}
+    for field, tensor, nbytes in ("scales", scales, wanted[1].value), ("scale", scale, wanted[2].value):
+        if tensor is None:
+            continue
+        view = read(tensor)
+        first, last = span(view)
+        if view.strides is not None or last - first != nbytes:
+            raise Invalid(f"{field} must have {nbytes} bytes without gaps, not {last - first}")
+        if view.device != data.device:
+            raise Invalid(f"{field} is on {view.device}, and the data on {data.device}")
+        views[field] = view
+    return views
 
 
 # ---- Streams --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from ranks import Seat, run
 
 import tensorbus as tb
+from tensorbus._c import lib
 
 
 def calls(seat: Seat) -> None:
@@ -124,3 +125,16 @@ def test_a_cancelled_await_cancels_the_transfer(tmp_path: Path) -> None:
     assert np.array_equal(arrays[0], arrays[1])
     for bus in buses:
         bus.close()
+
+
+def test_messages_are_lines_of_a_file(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as file:
+        tb.log("error", file)
+    lib.tb_free(4096)  # nobody has allocated that; and the library has a descriptor of its own
+    tb.log("off")
+    lib.tb_free(4096)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line[:7] for line in lines] == ["error: "]
+    for level, bad in ("loud", 2), ("warn", -1), ("warn", 10**20), ("warn", "file"), ("warn", None):
+        with pytest.raises(tb.Invalid):
+            tb.log(level, bad)

@@ -24,7 +24,7 @@ CASES = int(os.environ.get("TB_CASES", "20000"))
 SEED = int(os.environ.get("TB_SEED", time.time_ns() % 10**6))
 
 FUNCTIONS = ["apply_view", "copy_service", "empty", "join", "layout", "match_names", "Names", "plan", "share"]
-KEPT = (tb.Bus, tb.Pair, tb.Batch, tb.Transfer, tb.Layout, tb.Plan, tb.Memory, tb.CopyService, tb.Names)
+KEPT = (tb.Bus, tb.Pair, tb.Batch, tb.Transfer, tb.Layout, tb.Plan, tb.Memory, tb.CopyService, tb.Names, tb.IR)
 # One makes a process, one needs PyTorch, one hands out a descriptor, and asyncio is tested elsewhere.
 NEVER = ("svg", "torch", "fileno", "pair_async", "register_async")
 # Seldom: of what was made first, what makes further calls fail; and what waits, or leaves something behind.
@@ -82,7 +82,12 @@ FITTING: dict[str, list[Any]] = {
     "workers": [0, 1],
     "task_id": [None, 1, 2],
     "staging_bytes": [0, 1 << 20],
+    "sources": [{}, {"w": np.zeros((4, 4), np.float32)}],
+    "targets": [{}, {"w": np.zeros((4, 4), np.float32)}],
+    "sends": [[], [tb.SliceOp("w", 0, (slice(0, 2), slice(0, 4)))]],
+    "recvs": [[], [tb.SliceOp("w", 0, (slice(2, 4), slice(0, 4)))]],
 }
+SPECS = [tb.TensorSpec("mesh=1 place=S0", text, (4, 4), "f32") for text in LAYOUTS[:4]]
 
 
 class Odd:
@@ -136,10 +141,12 @@ def fitting(rng: random.Random, parameter: inspect.Parameter, objects: list[Any]
     name = parameter.name
     if name in ("tensor", "scales", "scale"):
         return rng.choice([arrays(rng), np.zeros((4, 4), np.float32), tb.empty((4, 4)), np.zeros((4, 1), np.uint8)])
+    if name == "tensors" and parameter.annotation == "Mapping[str, TensorSpec]":
+        return {"w": rng.choice(SPECS)}
     if name == "tensors":
         return {rng.choice(NAMES): rng.choice([np.zeros((4, 4), np.float32), arrays(rng)]) for _ in range(2)}
-    if name in ("pair", "bus"):
-        kind = tb.Pair if name == "pair" else tb.Bus
+    if name in ("pair", "bus", "ir"):
+        kind = {"pair": tb.Pair, "bus": tb.Bus, "ir": tb.IR}[name]
         return rng.choice([each for each in objects if isinstance(each, kind)] or [None])
     if isinstance(parameter.default, bool):
         return rng.choice(FLAGS)
@@ -183,7 +190,15 @@ def make_objects(url: str) -> list[Any]:
     on_both(*(batch.register for batch in batches))
     for bus in buses:
         bus._timeout = 0.002  # of calls that are given none
-    return [*buses, *pairs, *batches, *batches, tb.copy_service(buses[0]), tb.layout(LAYOUTS[0])]
+    return [
+        *buses,
+        *pairs,
+        *batches,
+        *batches,
+        tb.copy_service(buses[0]),
+        tb.IR.plan(0, {"w": SPECS[0]}),
+        tb.layout(LAYOUTS[0]),
+    ]
 
 
 def test_no_argument_crashes(tmp_path: Path) -> None:

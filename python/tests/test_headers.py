@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -151,3 +152,10 @@ def test_functions(header: Header) -> None:
         assert len(parameters) == len(theirs) - 1, name
         for i, (ours, expected) in enumerate(zip(parameters, theirs[1:], strict=True)):
             assert is_same(header, ours, expected), f"parameter {i} of {name} is {ours}, and {expected} in the header"
+
+
+def test_every_function_is_declared_or_the_documentation_says_why_not(header: Header) -> None:
+    page = (INCLUDE.parent / "docs/python.md").read_text()
+    table = page.split("### What Python does not have of C\n")[1].split("\n#")[0]
+    left_out = set(re.findall(r"`(tb_\w+)`", "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
+    assert left_out == {name for name in header.functions if name not in _c.FUNCTIONS}

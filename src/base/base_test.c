@@ -6,10 +6,12 @@
 #include "base/mem.h"
 #include "base/text.h"
 
+#include <fcntl.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -221,11 +223,36 @@ static void log_lines(void **state) {
     assert_string_equal(line, "2 rank 3");
 }
 
+static void log_to_descriptor(void **state) {
+    (void)state;
+    int fd[2];
+    char text[1300], many[1101];
+    assert_int_equal(pipe2(fd, O_NONBLOCK), 0);
+    tb_log_set_fd(TB_LOG_WARN, fd[1]);
+    tb__log(TB_LOG_INFO, "too fine");
+    tb__log(TB_LOG_WARN, "rank %d", 3);
+    assert_int_equal(read(fd[0], text, sizeof text), 13);
+    assert_memory_equal(text, "warn: rank 3\n", 13);
+    memset(many, 'x', sizeof many - 1);
+    many[sizeof many - 1] = '\0';
+    tb__log(TB_LOG_ERROR, "%s", many);
+    ssize_t n = read(fd[0], text, sizeof text);
+    assert_true(n > 1000);
+    assert_int_equal(text[n - 1], '\n');
+    tb_log_set_fd(TB_LOG_WARN, -1);
+    tb__log(TB_LOG_ERROR, "nobody listens");
+    assert_int_equal(read(fd[0], text, sizeof text), -1);
+    close(fd[0]);
+    close(fd[1]);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(dtypes),    cmocka_unit_test(sizes),      cmocka_unit_test(growing_text),
-        cmocka_unit_test(memory),    cmocka_unit_test(indices),    cmocka_unit_test(errors_say_where),
-        cmocka_unit_test(log_lines), cmocka_unit_test(log_floods),
+        cmocka_unit_test(dtypes),       cmocka_unit_test(sizes),
+        cmocka_unit_test(growing_text), cmocka_unit_test(memory),
+        cmocka_unit_test(indices),      cmocka_unit_test(errors_say_where),
+        cmocka_unit_test(log_lines),    cmocka_unit_test(log_to_descriptor),
+        cmocka_unit_test(log_floods),
     };
     return cmocka_run_group_tests_name("base", tests, NULL, NULL);
 }

@@ -13,6 +13,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #define LAST_ONE "; more of these are counted, for a minute"
 
@@ -51,6 +52,18 @@ void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg) {
     sink_arg = arg;
     atomic_store(&threshold, fn ? level : TB_LOG_OFF);
     pthread_mutex_unlock(&lock);
+}
+
+static void write_line(void *arg, tb_log_level level, const char *line) {
+    static const char *const names[] = {"off", "error", "warn", "info", "debug"};
+    char text[1200];
+    int n = snprintf(text, sizeof text, "%s: %.1180s\n", names[level], line);
+    ssize_t unused = write((int)(intptr_t)arg, text, (size_t)n);
+    (void)unused;
+}
+
+void tb_log_set_fd(tb_log_level level, int fd) {
+    tb_log_set(level, fd < 0 ? NULL : write_line, (void *)(intptr_t)fd);
 }
 
 void tb__log(tb_log_level level, const char *format, ...) {

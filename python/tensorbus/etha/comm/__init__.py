@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 import tensorbus as tb
 
-from ... import _dtensor, _ir, _tensors, _values
+from ... import _dtensor, _tensors, _values
 from ..._c import tb_chunk, tb_chunk_mode, tb_reduce_op
 from . import _run
 from .ir import TRANSPORTS, Box, Bucket, BucketEntry, Chunk, Endpoint, M2MMap, Route, Transport, make_chunk
@@ -127,7 +127,9 @@ def _find_boxes(
 @functools.lru_cache(maxsize=4096)
 def _boxes(source: tb.Layout, target: tb.Layout, shape: tuple[int, ...], wire: torch.dtype, rank: int) -> list[Box]:
     """What the rank does of a tensor with this global shape."""
-    made = _ir.create(rank, source, target, shape, _values.dtype("transfer_dtype", wire), _STAGING_BYTES)
+    dtype = _values.dtype_name(_values.dtype("transfer_dtype", wire))
+    spec = tb.TensorSpec(source, target, shape, dtype)
+    made = tb.IR.plan(rank, {"t": spec}, bucket_size=1, staging_bytes=_STAGING_BYTES)
     return [_box(made.c.chunks[i], wire, shape) for i in range(made.c.nchunks)]
 
 

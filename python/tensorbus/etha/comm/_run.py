@@ -261,7 +261,7 @@ class Run:
                     self._changed.notify_all()
 
             progress = tell if shows_steps else None
-            _ir.execute(world.service, schedule.ir, schedule.bound, self._timeout, progress=progress)
+            world.service._execute(schedule.ir, schedule.bound, self._timeout, progress)
         except BaseException:
             world.forget()  # what ranks remember is the same on all, also if one of them has come further
             raise
@@ -279,7 +279,7 @@ class Run:
             except Exception:
                 with contextlib.suppress(tb.Error):  # fails on all ranks: others have chunks for this one
                     nothing = _ir.build(world.rank, [], [], 1)
-                    _ir.execute(world.service, nothing, _ir.bind(nothing, {}), self._timeout)
+                    world.service._execute(nothing, _ir.bind(nothing, {}), self._timeout, None)
                 raise
             if self._buckets:
                 self._buckets[0]._schedule = schedule
