@@ -37,7 +37,7 @@ static void pack_difference(tb__pack *pack, text before, text now) {
     }
 }
 
-/* Writes to *at, with a NUL behind, and advances it. */
+/* Writes to *at, with a NUL behind, and advances it. A text that equals the one before is that one. */
 static text unpack_difference(tb__unpack *u, text before, char **at, const char *end) {
     size_t nbytes = tb__unpack_u32(u), done = 0;
     char *out = *at;
@@ -49,6 +49,8 @@ static text unpack_difference(tb__unpack *u, text before, char **at, const char 
             same > nbytes - done || done + same > before.nbytes || differ > nbytes - done - same || same + differ == 0;
         if (u->failed)
             break;
+        if (same == nbytes && same == before.nbytes)
+            return before;
         if (same > 0 && before.data)
             memcpy(out + done, before.data + done, same);
         if (differ > 0 && data)

@@ -9,10 +9,11 @@
 #include <stdio.h>
 #include <string.h>
 
+/* What rosters need of a seat record. */
 typedef struct seat_entry {
     const char *group;
-    int32_t index;
-    tb__seat_record seat;
+    int32_t index, size; /* of the group, as the member was told */
+    tb__member member;
 } seat_entry;
 
 struct tb__directory_view {
@@ -21,7 +22,7 @@ struct tb__directory_view {
     tb__arena names;
     TB_VEC(seat_entry) seats; /* of members that have announced themselves; by group, then index */
     TB_VEC(tb__note) notes;   /* by topic, group, index */
-    const tb__seat_record **by_rank;
+    const tb__member **by_rank;
 };
 
 static int compare_group_index(const char *group_a, int32_t a, const char *group_b, int32_t b) {
@@ -41,7 +42,7 @@ static int compare_notes(const void *a, const void *b) {
 }
 
 static int compare_seat_ranks(const void *a, const void *b) {
-    const tb__seat_record *left = *(const tb__seat_record *const *)a, *right = *(const tb__seat_record *const *)b;
+    const tb__member *left = *(const tb__member *const *)a, *right = *(const tb__member *const *)b;
     return (left->rank > right->rank) - (left->rank < right->rank);
 }
 
@@ -61,7 +62,9 @@ static tb_status add_note(tb__directory_view *view, const tb__key_parts *key, co
 static tb_status add_seat_entry(tb__directory_view *view, const tb__key_parts *key, const tb__seat_record *seat) {
     const char *last = view->seats.count > 0 ? view->seats.item[view->seats.count - 1].group : NULL;
     const char *group = keep_name(view, key->group, last);
-    return group && tb__vec_push(&view->seats, (seat_entry){group, key->index, *seat}) ? TB_OK : TB_NO_MEMORY;
+    tb__member member = {seat->rank, seat->incarnation, seat->contact, seat->contact_nbytes};
+    return group && tb__vec_push(&view->seats, (seat_entry){group, key->index, seat->size, member}) ? TB_OK
+                                                                                                    : TB_NO_MEMORY;
 }
 
 static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry *entry, uint64_t warned) {
@@ -81,6 +84,9 @@ static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry
 }
 
 static tb_status build_view(tb__directory_view *view, uint64_t warned) {
+    if (!tb__vec_reserve(&view->seats, view->entries.count / 2) ||
+        !tb__vec_reserve(&view->notes, view->entries.count / 2))
+        return TB_NO_MEMORY;
     for (size_t i = 0; i < view->entries.count; i++)
         TB_TRY(add_store_entry(view, &view->entries.item[i], warned));
     size_t nseats = view->seats.count;
@@ -88,11 +94,11 @@ static tb_status build_view(tb__directory_view *view, uint64_t warned) {
         qsort(view->seats.item, nseats, sizeof *view->seats.item, compare_seats);
     if (view->notes.count > 0)
         qsort(view->notes.item, view->notes.count, sizeof *view->notes.item, compare_notes);
-    view->by_rank = tb__malloc(nseats, sizeof(tb__seat_record *));
+    view->by_rank = tb__malloc(nseats, sizeof *view->by_rank);
     if (!view->by_rank)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < nseats; i++)
-        view->by_rank[i] = &view->seats.item[i].seat;
+        view->by_rank[i] = &view->seats.item[i].member;
     qsort(view->by_rank, nseats, sizeof *view->by_rank, compare_seat_ranks);
     return TB_OK;
 }
@@ -157,8 +163,7 @@ void tb__directory_view_list_groups(const tb__directory_view *view, tb__text *ou
     size_t first, last;
     for (size_t i = 0; i < view->seats.count; i = last) {
         find_group_seats(view, view->seats.item[i].group, &first, &last);
-        tb__text_add(out, "%zu %" PRId32 " %s\n", last - first, view->seats.item[i].seat.size,
-                     view->seats.item[i].group);
+        tb__text_add(out, "%zu %" PRId32 " %s\n", last - first, view->seats.item[i].size, view->seats.item[i].group);
     }
 }
 
@@ -170,22 +175,18 @@ tb_status tb__directory_view_roster(tb__directory_view *view, const char *group,
         return TB_OK;
     }
     const seat_entry *seats = view->seats.item;
-    tb__roster roster = {.size = seats[first].seat.size};
+    tb__roster roster = {.size = seats[first].size};
     roster.member = tb__malloc((size_t)roster.size, sizeof *roster.member);
     if (!roster.member)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < roster.size; i++)
         roster.member[i] = (tb__member){.rank = TB_NO_RANK};
     for (size_t i = first; i < last; i++) {
-        const tb__seat_record *seat = &seats[i].seat;
-        roster.sizes_differ |= seat->size != roster.size;
+        roster.sizes_differ |= seats[i].size != roster.size;
         if (seats[i].index >= roster.size)
             continue;
         roster.npresent++;
-        roster.member[seats[i].index] = (tb__member){.rank = seat->rank,
-                                                     .incarnation = seat->incarnation,
-                                                     .contact = seat->contact,
-                                                     .contact_nbytes = seat->contact_nbytes};
+        roster.member[seats[i].index] = seats[i].member;
     }
     roster.view = ref_view(view);
     *out = roster;
@@ -207,8 +208,8 @@ tb_status tb__directory_view_check_members(const tb__directory_view *view,
     for (size_t i = 0; i < view->seats.count; i++) {
         const seat_entry *p = &view->seats.item[i];
         char label[TB__DIRECTORY_MAX_NAME + 40];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", p->seat.rank, p->group, p->index);
-        TB_TRY(check(p->seat.contact, p->seat.contact_nbytes, label));
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", p->member.rank, p->group, p->index);
+        TB_TRY(check(p->member.contact, p->member.contact_nbytes, label));
     }
     return TB_OK;
 }
@@ -216,12 +217,12 @@ tb_status tb__directory_view_check_members(const tb__directory_view *view,
 int32_t tb__directory_view_count_contacts(const tb__directory_view *view, const void *prefix, size_t nbytes) {
     int32_t count = 0, last = TB_NO_RANK;
     for (size_t i = 0; i < view->seats.count; i++) {
-        const tb__seat_record *seat = view->by_rank[i];
-        bool is_match = seat->contact_nbytes >= nbytes && (nbytes == 0 || memcmp(seat->contact, prefix, nbytes) == 0);
-        if (!is_match || seat->rank == last)
+        const tb__member *m = view->by_rank[i];
+        bool is_match = m->contact_nbytes >= nbytes && (nbytes == 0 || memcmp(m->contact, prefix, nbytes) == 0);
+        if (!is_match || m->rank == last)
             continue;
         count++;
-        last = seat->rank;
+        last = m->rank;
     }
     return count;
 }

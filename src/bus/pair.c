@@ -601,6 +601,7 @@ static tb_status add_to_world(tb_pair *pair) {
     uint32_t *round = status == TB_OK ? round_of(world, pair->name) : NULL;
     if (round) {
         pair->round = *round;
+        pair->serial = ++world->last_serial;
         pair->next = world->pairs;
         world->pairs = pair;
     }
@@ -643,8 +644,6 @@ tb_status tb__local_pair_create(tb_world *world, const char *name, const char *r
     pair->world = world;
     pair->refs = 1;
     pair->side = strcmp(group, remote_group) > 0;
-    static atomic_uint last_serial;
-    pair->serial = atomic_fetch_add(&last_serial, 1) + 1;
     pair->index = seat.index;
     pair->size = seat.size;
     pair->name = tb__strdup(name);

@@ -68,7 +68,8 @@ struct tb_world {
     TB_VEC(tb__membership) memberships; /* its seats; the first is the one it joined with */
     tb_plan_cache *cache;
     tb__plans plans;
-    tb_pair *pairs; /* those that are not destroyed */
+    tb_pair *pairs;       /* those that are not destroyed */
+    uint32_t last_serial; /* of pairs; with the lock held */
     tb__memory_user *memory_users;
     TB_VEC(struct tb__round {
         char *pair;

@@ -170,17 +170,17 @@ static tb_status request_reply(socket_client *client, tb__store_message request,
     return status;
 }
 
-static tb_status copy_value(const tb__store_message *reply, tb__store_value *out) {
-    if (reply->revision == 0)
-        return TB_OK;
-    char *data = tb__malloc(reply->value.nbytes + 1, 1);
-    if (!data)
-        return TB_NO_MEMORY;
-    if (reply->value.nbytes > 0)
-        memcpy(data, reply->value.data, reply->value.nbytes);
-    data[reply->value.nbytes] = '\0';
-    *out = (tb__store_value){.data = data, .nbytes = reply->value.nbytes, .revision = reply->revision};
-    return TB_OK;
+/* The value takes over the frame's memory, in which other fields come before it: so there is room for a NUL. */
+static void take_value(tb__link_reply *reply, tb__store_value *out) {
+    const tb__store_message *m = &reply->store;
+    if (m->revision == 0)
+        return;
+    char *data = (char *)reply->frame;
+    if (m->value.nbytes > 0)
+        memmove(data, m->value.data, m->value.nbytes);
+    data[m->value.nbytes] = '\0';
+    reply->frame = NULL;
+    *out = (tb__store_value){.data = data, .nbytes = m->value.nbytes, .revision = m->revision};
 }
 
 /* The array of entries, then their keys and values, each with a NUL after it. */
@@ -218,7 +218,7 @@ static tb_status socket_call(void *context, const tb__store_message *request, in
     if (status == TB_OK && (request->op == TB__STORE_LIST || request->op == TB__STORE_WAIT_CHANGE))
         copied = copy_entries(&reply->store, &out->entries);
     else if (request->op == TB__STORE_GET || status == TB_CONFLICT)
-        copied = copy_value(&reply->store, &out->value);
+        take_value(reply, &out->value);
     tb__link_reply_free(reply);
     return copied == TB_OK ? status : copied;
 }
