@@ -14,6 +14,7 @@ typedef struct reader {
     const char *map;
     const tb__field *field;
     const char *list; /* what the array is whose items are being read; NULL: none is */
+    size_t expected;  /* the field that is mostly next: encoders keep the schema's order */
 } reader;
 
 static void *field_address(void *out, const tb__field *field) {
@@ -248,12 +249,18 @@ static bool accept_nil(tb__cursor *from) {
     return true;
 }
 
-static size_t find_field(const tb__schema *schema, tb__blob key) {
-    size_t i = 0;
-    while (i < schema->nfields &&
-           !(strlen(schema->fields[i].name) == key.nbytes && memcmp(schema->fields[i].name, key.data, key.nbytes) == 0))
-        i++;
-    return i;
+static bool is_called(tb__blob key, const char *name) {
+    return strlen(name) == key.nbytes && memcmp(name, key.data, key.nbytes) == 0;
+}
+
+/* schema->nfields: there is none with this name. */
+static size_t find_field(const tb__schema *schema, size_t expected, tb__blob key) {
+    for (size_t n = 0; n < schema->nfields; n++) {
+        size_t i = (expected + n) % schema->nfields;
+        if (is_called(key, schema->fields[i].name))
+            return i;
+    }
+    return schema->nfields;
 }
 
 /* One key and its value. `seen` has a bit for each field, and one for the type. */
@@ -263,11 +270,12 @@ static tb_status take_key_value(reader *r, const tb__schema *schema, uint64_t *s
     TB_TRY(tb__value_take(&r->from, &key));
     if (key.type != TB__VALUE_STR)
         return tb__fail(TB_INVALID, "%s: a key is %s; it must be a string", r->map, tb__value_type_name(key.type));
-    size_t i = find_field(schema, key.bytes);
-    bool is_type = schema->has_type && key.bytes.nbytes == 4 && memcmp(key.bytes.data, "type", 4) == 0;
+    bool is_type = schema->has_type && is_called(key.bytes, type.name);
+    size_t i = is_type ? schema->nfields : find_field(schema, r->expected, key.bytes);
     if (i == schema->nfields && !is_type)
         return tb__value_skip(&r->from, 1);
     r->field = is_type ? &type : &schema->fields[i];
+    r->expected = is_type ? 0 : i + 1;
     if (*seen >> i & 1)
         return tb__fail(TB_INVALID, "%s: %s comes twice", r->map, r->field->name);
     *seen |= UINT64_C(1) << i;
