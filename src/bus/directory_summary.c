@@ -7,8 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* SAME: so many equal bytes end a difference. */
-enum { SAME = 8, MAX_NBYTES = 16 << 20 };
+/* SAME: so many equal bytes end a difference: where it costs less to begin another one. */
+enum { SAME = 4, MAX_NBYTES = 16 << 20 };
 
 typedef struct text {
     const char *data;
@@ -22,29 +22,51 @@ static size_t count_same(text a, text b, size_t from) {
     return i - from;
 }
 
-/* The length; then, until that is reached: bytes that are equal, bytes that differ, and these. */
+/* Lengths are short: seven bits a byte, the lowest first, and the eighth says that more follow. */
+static void pack_length(tb__pack *pack, size_t length) {
+    for (; length > 127; length >>= 7)
+        tb__pack_raw(pack, &(uint8_t){(uint8_t)(length | 128)}, 1);
+    tb__pack_raw(pack, &(uint8_t){(uint8_t)length}, 1);
+}
+
+static size_t unpack_length(tb__unpack *u) {
+    size_t length = 0;
+    for (unsigned shift = 0; shift < 32; shift += 7) {
+        const uint8_t *byte = tb__unpack_raw(u, 1);
+        if (!byte)
+            return 0;
+        length |= (size_t)(*byte & 127) << shift;
+        if (*byte < 128)
+            return length;
+    }
+    u->failed = true;
+    return 0;
+}
+
+/* The length; then, until that is reached: how many bytes are equal, how many differ, and these. */
 static void pack_difference(tb__pack *pack, text before, text now) {
-    tb__pack_u32(pack, (uint32_t)now.nbytes);
+    pack_length(pack, now.nbytes);
     for (size_t at = 0; at < now.nbytes;) {
         size_t first = at + count_same(before, now, at), end = first, same = 0;
         while (end < now.nbytes && same < SAME) {
             end += same ? same : 1;
             same = count_same(before, now, end);
         }
-        tb__pack_u32(pack, (uint32_t)(first - at));
-        tb__pack_bytes(pack, now.data + first, end - first);
+        pack_length(pack, first - at);
+        pack_length(pack, end - first);
+        tb__pack_raw(pack, now.data + first, end - first);
         at = end;
     }
 }
 
 /* Writes to *at, with a NUL behind, and advances it. A text that equals the one before is that one. */
 static text unpack_difference(tb__unpack *u, text before, char **at, const char *end) {
-    size_t nbytes = tb__unpack_u32(u), done = 0;
+    size_t nbytes = unpack_length(u), done = 0;
     char *out = *at;
     u->failed |= nbytes >= (size_t)(end - out);
     while (done < nbytes && !u->failed) {
-        size_t same = tb__unpack_u32(u), differ = 0;
-        const void *data = tb__unpack_bytes(u, &differ);
+        size_t same = unpack_length(u), differ = unpack_length(u);
+        const void *data = tb__unpack_raw(u, differ);
         u->failed |=
             same > nbytes - done || done + same > before.nbytes || differ > nbytes - done - same || same + differ == 0;
         if (u->failed)
@@ -111,7 +133,7 @@ void tb__summary_pack(tb__pack *pack, const tb__store_entries *entries, const ch
 static bool unpack_entries(tb__unpack *u, uint32_t count, uint64_t nbytes, tb__store_entries *out) {
     text key = {0}, value = {0};
     /* an entry has two lengths in the summary, and two NULs here */
-    if (nbytes > MAX_NBYTES || count > (size_t)(u->end - u->at) / 8 || count > nbytes / 2)
+    if (nbytes > MAX_NBYTES || count > (size_t)(u->end - u->at) / 2 || count > nbytes / 2)
         return false;
     out->item = tb__malloc(1, count * sizeof *out->item + nbytes);
     if (!out->item)

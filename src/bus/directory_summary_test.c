@@ -10,7 +10,7 @@
 
 #include <cmocka.h>
 
-enum { RANKS = 12, ROOM = 256, LONG = 60000 };
+enum { RANKS = 12, ROOM = 256, LONG = 65000 };
 
 static const char *const groups[2] = {"a", "b/c"};
 
@@ -53,7 +53,7 @@ static void fill_list(listed *l, size_t note_nbytes) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < RANKS; i++) {
             for (size_t k = 0; k < note_nbytes; k++)
-                note[k] = (char)(k % 7 == 0 ? k / 7 * (size_t)(side * RANKS + i + 1) : k);
+                note[k] = (char)(k % 7 < 3 ? k / 7 * (size_t)(side * RANKS + i + 1) : k);
             add_entry(l, tb__key_of_note("p", groups[side], i).text, note, note_nbytes - (size_t)i % 2);
         }
     }
