@@ -241,7 +241,7 @@ void tb__flow_count_stashed(tb__flow *flow, const lane *l) {
 }
 
 static bool are_ready(const tb__flow *flow, const lane *l) {
-    if (flow->direct.is_revoking || tb__lane_is_revoked(flow, l))
+    if (flow->direct.is_revoking || tb__lane_is_unreadable(flow, l))
         return false;
     for (uint32_t i = 0; i < l->nsenders; i++) {
         if (flow->members[l->senders[i]].direct.ready != flow->recv.attempt)

@@ -27,6 +27,7 @@ struct flow_direct {
     uint32_t next_lane_in;
     tb__revocation_watch watch;         /* written by invalidate.c, as is ... */
     bool is_revoking;                   /* ... this: senders' memory is released when no copy reads it */
+    size_t nunreachable;                /* members with why_unreachable */
     TB_VEC(tb__peer_memory *) replaced; /* likewise, of tensors that have moved; written by bind.c, too */
 };
 

@@ -348,8 +348,8 @@ void tb__flow_readmit(member *sender);
 void tb__flow_watch_revocations(tb__flow *flow);
 /* Releases revoked memory of senders, if no copy reads it any more. */
 void tb__flow_release_revoked(tb__flow *flow);
-/* Whether a sender of the lane has revoked memory, so that the lane can't be read. */
-bool tb__lane_is_revoked(const tb__flow *flow, const lane *l);
+/* Whether a sender of the lane has revoked memory, or moved tensors to where they can't be read. */
+bool tb__lane_is_unreadable(const tb__flow *flow, const lane *l);
 /* Fails with TB_INVALID, or TB_LOST, because memory of a tensor on this member was invalidated. */
 tb_status tb__flow_fail_invalidated(const tb__flow *flow, const member *m, uint32_t tensor);
 

@@ -56,9 +56,10 @@ bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, 
 
 /* ---- Memory of senders ------------------------------------------------------------------------------------------ */
 
-bool tb__lane_is_revoked(const tb__flow *flow, const lane *l) {
+bool tb__lane_is_unreadable(const tb__flow *flow, const lane *l) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
-        if (flow->members[l->senders[i]].setup.is_revoked)
+        const member *m = &flow->members[l->senders[i]];
+        if (m->setup.is_revoked || m->setup.why_unreachable)
             return true;
     }
     return false;

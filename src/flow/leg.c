@@ -289,6 +289,12 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         tb__flow_fail_leg(flow, is_send, &leg->failure, true);
         return true;
     }
+    const member *unreachable = is_send ? NULL : tb__flow_find_unreachable(flow);
+    if (unreachable) {
+        tb_status status = tb__fail(TB_INVALID, "%s; make %s again", unreachable->setup.why_unreachable, flow->what);
+        tb__flow_await_reason(flow, false, status, tb_error_detail());
+        return true;
+    }
     if (!flow->setup.is_planned) {
         tb__phases_enter(leg->phases, TB_PHASE_PLAN);
         (void)tb__flow_ensure_plan(flow);

@@ -259,7 +259,7 @@ static tb_status add_second_reads(tb__flow *flow, tb__move_list *out) {
     for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
         const lane *l = tb__flow_lane(flow, i);
         const group *g = l->is_target ? tb__flow_group(flow, i) : NULL;
-        if (g && g->is_read_twice && !tb__lane_is_revoked(flow, l))
+        if (g && g->is_read_twice && !tb__lane_is_unreadable(flow, l))
             TB_TRY(add_converted_bucket(flow, out, i, g->number, TB__GATHER_WRITE));
     }
     return TB_OK;
@@ -284,7 +284,7 @@ static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, co
 
 /* Whether buckets of the lane need a copy of this kind. */
 static bool needs_copy(const tb__flow *flow, const lane *l, const bucket_path *path, copy_kind kind) {
-    bool is_read = l->is_target && !path->takes_staged && !tb__lane_is_revoked(flow, l),
+    bool is_read = l->is_target && !path->takes_staged && !tb__lane_is_unreadable(flow, l),
          is_combined = l->is_channel_source && l->nsenders > 1;
     if (l->first->is_coded) {
         bool packs = kind == COPY_PACK || kind == COPY_SCRATCH_SRC;

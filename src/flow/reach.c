@@ -200,33 +200,43 @@ static size_t find_unreachable(tb__flow *flow, uint32_t sender, const tb_bucket 
     return TB__NOWHERE;
 }
 
-static bool check_lane_reach(tb__flow *flow, const lane *l, uint32_t sender) {
+static const char *why_unreachable(tb__flow *flow, const lane *l, uint32_t sender) {
     for (size_t i = l->channel->first_bucket; i < l->channel->first_bucket + l->channel->nbuckets; i++) {
         const char *why;
         size_t tensor = flow->setup.paths[i].takes_staged
                             ? TB__NOWHERE
                             : find_unreachable(flow, sender, &flow->setup.ir->buckets[i], &why);
-        if (tensor == TB__NOWHERE)
-            continue;
-        tb_status status = tb__fail(
-            TB_REFUSED, "tensor '%.100s' on %s has moved to memory that can't be read in place: %s; make %s again",
-            flow->tensors[tensor].spec.name, flow->members[sender].peer->label, why, flow->what);
-        tb__flow_break(flow, status, tb_error_detail());
-        return false;
+        if (tensor != TB__NOWHERE)
+            return tb__flow_keep_reason(flow,
+                                        "tensor '%.100s' on %s has moved to memory that can't be read in place: %s",
+                                        flow->tensors[tensor].spec.name, flow->members[sender].peer->label, why);
     }
-    return true;
+    return NULL;
 }
 
-void tb__flow_check_reach(tb__flow *flow, const member *from) {
+void tb__flow_check_reach(tb__flow *flow, member *from) {
     uint32_t position = (uint32_t)(from - flow->members);
-    bool is_good = position != flow->self;
-    for (size_t i = 0; i < flow->setup.ir->nchannels && is_good; i++) {
+    flow->direct.nunreachable -= from->setup.why_unreachable != NULL;
+    from->setup.why_unreachable = NULL;
+    for (size_t i = 0; i < flow->setup.ir->nchannels && position != flow->self && !from->setup.why_unreachable; i++) {
         const lane *l = &flow->setup.lanes[i];
         bool is_from = false;
         for (uint32_t j = 0; l->is_target && !l->first->is_coded && j < l->nsenders; j++)
             is_from |= l->senders[j] == position;
-        is_good = !is_from || check_lane_reach(flow, l, position);
+        if (is_from)
+            from->setup.why_unreachable = why_unreachable(flow, l, position);
     }
+    flow->direct.nunreachable += from->setup.why_unreachable != NULL;
+}
+
+const member *tb__flow_find_unreachable(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers && flow->direct.nunreachable > 0; i++) {
+        const member *m = &flow->members[i];
+        if (m->setup.why_unreachable && flow->recv.attempt && m->direct.ready == flow->recv.attempt &&
+            !m->direct.is_concluded)
+            return m;
+    }
+    return NULL;
 }
 
 /* ---- REACH ------------------------------------------------------------------------------------------------------- */

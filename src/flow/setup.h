@@ -133,7 +133,8 @@ struct member_setup {
     size_t nstash;                        /* of them, those that are stashed first */
     bool is_revoked; /* it has revoked some of its memory, so that none of it is read any more; written by invalidate.c
                       */
-    size_t gathers_until; /* so many groups must be done before all it sent has been converted */
+    const char *why_unreachable; /* a tensor that is read in place has moved, and can't be; NULL: they all can */
+    size_t gathers_until;        /* so many groups must be done before all it sent has been converted */
 };
 
 /* setup.c */
@@ -176,8 +177,11 @@ char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbyte
 /* reach.c */
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
 bool tb__flow_try_reach(tb__flow *flow); /* true: it did something */
-/* After tensors of the member have moved: breaks the flow if one of them is to be read in place and can't be. */
-void tb__flow_check_reach(tb__flow *flow, const member *from);
+/* After tensors of the member have moved: whether those that are read in place can be. If not, they may have moved on
+ * since then, and the next REBIND says where to; so it matters only once the member is ready for a receive. */
+void tb__flow_check_reach(tb__flow *flow, member *from);
+/* A member whose tensors the receive under way needs and can't reach; NULL: there is none. */
+const member *tb__flow_find_unreachable(const tb__flow *flow);
 bool tb__flow_all_have_reach(const tb__flow *flow);
 /* The lane's first bucket, from this one on, that is staged for some target; the lane's bucket count if there is none.
  */
