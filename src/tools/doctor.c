@@ -120,7 +120,7 @@ static const struct {
     {"/dev/shm", doctor_dev_shm},
     {"locked memory", doctor_memlock},
     {"cores", doctor_cores},
-    {"AVX2", doctor_avx2},
+    {"vector instructions", doctor_vectors},
     {"CUDA", doctor_gpus},
     {"etcd", add_curl},
     {"HTTP", add_http},

@@ -39,7 +39,7 @@ bool doctor_has_dev_shm(void);
 void doctor_memlock(doctor *d, const char *name);
 void doctor_descriptors(doctor *d, const char *name);
 void doctor_cores(doctor *d, const char *name);
-void doctor_avx2(doctor *d, const char *name);
+void doctor_vectors(doctor *d, const char *name);
 
 /* ---- GPUs (doctor_gpu.c) ------------------------------------------------------------------------------------- */
 

@@ -199,9 +199,13 @@ void doctor_cores(doctor *d, const char *name) {
                count, all);
 }
 
-void doctor_avx2(doctor *d, const char *name) {
-    bool has_it = tb__kernels_avx2() != NULL;
-    doctor_add(d, has_it ? DOCTOR_OK : DOCTOR_LIMITED, name,
-               has_it ? NULL : "a processor, or a virtual machine's model of one, that has AVX2 and F16C",
-               has_it ? "casts and large copies use it" : "casts and large copies are done in portable C, and slower");
+void doctor_vectors(doctor *d, const char *name) {
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    const tb__kernels *best = sets[tb__kernels_list(sets) - 1];
+    bool is_portable = best == &tb__kernels_portable;
+    doctor_add(d, is_portable ? DOCTOR_LIMITED : DOCTOR_OK, name,
+               is_portable ? "a processor, or a virtual machine's model of one, that has AVX2 and F16C" : NULL,
+               is_portable ? "casts and large copies are done in portable C, and slower"
+                           : "casts and large copies use %s",
+               best->name);
 }

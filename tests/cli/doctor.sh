@@ -17,7 +17,7 @@ unset UCX_TLS UCX_NET_DEVICES
 accepted doctor
 printed '^ok  *transport self  *opens'
 printed '^ok  *transport shm  *opens'
-for what in 'transport ucx' mpi 'host id' process_vm tb_alloc 'huge pages' /dev/shm 'locked memory' descriptors cores AVX2 etcd HTTP; do
+for what in 'transport ucx' mpi 'host id' process_vm tb_alloc 'huge pages' /dev/shm 'locked memory' descriptors cores 'vector instructions' etcd HTTP; do
     printed "^[a-z]*  *$what  "
 done
 printed '^ok  *tb_alloc'

@@ -10,9 +10,8 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 enum {
-    SMALL = 256,       /* runs up to this are not worth a call to memcpy */
-    STREAM_RUN = 1024, /* runs from here on are worth streaming although their ends may share a cache line */
-    LONG_ROW = 64 << 10,
+    SMALL = 256,        /* runs up to this are not worth a call to memcpy */
+    STREAM_RUN = 1024,  /* runs from here on are worth streaming although their ends may share a cache line */
     GATHER_BYTES = 4096 /* short runs are gathered in the first-level cache, and streamed from there */
 };
 
@@ -159,23 +158,6 @@ static void gather_row(char *dst, const char *src, int64_t src_step, int64_t n, 
     }
 }
 
-static void stream_row(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t run,
-                       const tb__kernels *k) {
-    if (k->stream_rows && n > 1) {
-        k->stream_rows(dst, dst_step, src, src_step, n, run);
-        return;
-    }
-    if (k->stream_rows && run >= 4 * LONG_ROW) { /* one run is several rows, end to end */
-        size_t rows = run / LONG_ROW, rest = rows * LONG_ROW;
-        k->stream_rows(dst, LONG_ROW, src, LONG_ROW, (int64_t)rows, LONG_ROW);
-        k->stream(dst + rest, src + rest, run - rest, src + run);
-        return;
-    }
-    int64_t ahead = run < TB__PAGE ? TB__PAGE / (int64_t)run : 1;
-    for (int64_t i = 0; i < n; i++)
-        k->stream(dst + i * dst_step, src + i * src_step, run, src + (i + ahead) * src_step);
-}
-
 static void zero_row(char *dst, int64_t dst_step, int64_t n, size_t run, bool stream, const tb__kernels *k) {
     for (int64_t i = 0; i < n; i++) {
         if (stream)
@@ -260,7 +242,7 @@ static void copy_innermost(const walk *w, char *dst, const char *src) {
         copy_row(dst, dst_step, src, src_step, n, box->run);
         break;
     case STREAM_RUNS:
-        stream_row(dst, dst_step, src, src_step, n, box->run, w->kernels);
+        w->kernels->stream_rows(dst, dst_step, src, src_step, n, box->run);
         break;
     case GATHER:
         gather_row(dst, src, src_step, n, box->run, w->kernels);

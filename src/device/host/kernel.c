@@ -5,13 +5,22 @@
 
 static _Atomic(const tb__kernels *) chosen;
 
+int tb__kernels_list(const tb__kernels *sets[TB__KERNEL_SETS_MAX]) {
+    const tb__kernels *all[TB__KERNEL_SETS_MAX] = {&tb__kernels_portable, tb__kernels_avx2(), tb__kernels_avx512()};
+    int n = 0;
+    for (int i = 0; i < TB__KERNEL_SETS_MAX; i++) {
+        if (all[i])
+            sets[n++] = all[i];
+    }
+    return n;
+}
+
 const tb__kernels *tb__kernels_get(void) {
     const tb__kernels *kernels = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (kernels)
         return kernels;
-    kernels = tb__kernels_avx2();
-    if (!kernels)
-        kernels = &tb__kernels_portable;
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    kernels = sets[tb__kernels_list(sets) - 1];
     /* Threads that come here at once all write the same. */
     atomic_store_explicit(&chosen, kernels, memory_order_relaxed);
     return kernels;

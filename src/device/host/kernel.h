@@ -1,5 +1,5 @@
-/* Kernels over rows of numbers: casts, reductions, stores past the cache. There are two sets, portable C and AVX2 with
- * F16C, which give the same bits; the one that the machine can run is chosen once.
+/* Kernels over rows of numbers: casts, reductions, stores past the cache. There are three sets, portable C, AVX2 with
+ * F16C, and AVX-512, which give the same bits; the last one that the machine can run is chosen once.
  *
  * Casts round to nearest even. A cast to f8 saturates, infinities included; one to f16 or bf16 overflows to infinity.
  * NaN stays NaN and keeps its sign: f16, bf16 and f32 keep as much of the payload as they have room for, made quiet; f8
@@ -28,6 +28,7 @@ typedef void tb__combine_fn(void *acc, const void *const *src, uint32_t nsrc, si
 typedef void tb__reduce_fn(void *dst, const void *const *src, uint32_t nsrc, size_t n, bool stream);
 
 typedef struct tb__kernels {
+    const char *name;
     tb__widen_fn *widen[TB_DTYPE_COUNT];             /* f16, bf16, f8e4m3, f8e5m2 */
     tb__narrow_fn *narrow[TB_DTYPE_COUNT];           /* the same */
     tb__narrow_rows_fn *narrow_rows[TB_DTYPE_COUNT]; /* (optional) the same */
@@ -37,8 +38,7 @@ typedef struct tb__kernels {
     /* Copies and fills with zeros without leaving the destination in the cache; `fence` puts it in order with later
      * stores. `next` is what will be read about a page later, if that is known; it is not needed. */
     void (*stream)(void *dst, const void *src, size_t nbytes, const void *next);
-    /* (optional) The same for n rows of so many bytes, several at a time: a processor that reads ahead in each of them
-     * waits less at their beginnings. */
+    /* The same for n rows of so many bytes, one or more, of any length. */
     void (*stream_rows)(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t nbytes);
     void (*stream_zeros)(void *dst, size_t nbytes);
     void (*fence)(void);
@@ -59,6 +59,11 @@ extern const tb__kernels tb__kernels_portable;
 
 /* NULL where the machine cannot run them. */
 const tb__kernels *tb__kernels_avx2(void);
+const tb__kernels *tb__kernels_avx512(void);
+
+/* The sets that the machine can run, the portable one first; returns how many. */
+enum { TB__KERNEL_SETS_MAX = 3 };
+int tb__kernels_list(const tb__kernels *sets[TB__KERNEL_SETS_MAX]);
 
 /* Tests: use this set from now on; NULL: what suits the machine. Not while copies run. */
 void tb__kernels_force(const tb__kernels *kernels);

@@ -203,6 +203,11 @@ static void stream(void *dst, const void *src, size_t nbytes, const void *next) 
     memcpy(dst, src, nbytes);
 }
 
+static void stream_rows(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t nbytes) {
+    for (int64_t i = 0; i < n; i++)
+        memcpy(dst + i * dst_step, src + i * src_step, nbytes);
+}
+
 static void stream_zeros(void *dst, size_t nbytes) {
     memset(dst, 0, nbytes);
 }
@@ -217,6 +222,7 @@ static void fence(void) {
     }
 
 const tb__kernels tb__kernels_portable = {
+    .name = "portable",
     .widen = {[TB_F16] = widen_f16, [TB_BF16] = widen_bf16, [TB_F8E4M3] = widen_e4m3, [TB_F8E5M2] = widen_e5m2},
     .narrow = {[TB_F16] = narrow_f16, [TB_BF16] = narrow_bf16, [TB_F8E4M3] = narrow_e4m3, [TB_F8E5M2] = narrow_e5m2},
     .combine =
@@ -237,6 +243,7 @@ const tb__kernels tb__kernels_portable = {
             [TB_I64] = OPS(i64),
         },
     .stream = stream,
+    .stream_rows = stream_rows,
     .stream_zeros = stream_zeros,
     .fence = fence,
 };

@@ -157,11 +157,10 @@ static void check_memory(const box_case *c, const char *how) {
 
 /* In one go, in parts, kept in the cache or not, by every set of kernels. */
 static void check_case(box_case *c, rng *g) {
-    const tb__kernels *sets[] = {&tb__kernels_portable, tb__kernels_avx2()};
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets);
     assert_int_equal(tb__move_check(&c->copy), TB_OK);
-    for (int s = 0; s < 2; s++) {
-        if (!sets[s])
-            continue;
+    for (int s = 0; s < nsets; s++) {
         tb__kernels_force(sets[s]);
         for (int stream = 0; stream < 2; stream++) {
             memset(c->dst.memory, 0xa5, c->dst.nbytes);

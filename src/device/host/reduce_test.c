@@ -90,10 +90,9 @@ static void unmake(rows *r) {
 }
 
 static void for_each_set(rows *r) {
-    const tb__kernels *sets[] = {&tb__kernels_portable, tb__kernels_avx2()};
-    for (int s = 0; s < 2; s++) {
-        if (!sets[s])
-            continue;
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets);
+    for (int s = 0; s < nsets; s++) {
         memset(r->dst, 0xa5, r->dst_bytes);
         tb__kernels_force(sets[s]);
         check(r);
