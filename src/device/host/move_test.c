@@ -289,6 +289,46 @@ static void test_runs(void **state) {
     free(expected);
 }
 
+/* Rows of every kind that a set of kernels streams, also long ones, and zeros; nothing beside them is written. */
+static void test_streams(void **state) {
+    (void)state;
+    enum { NBYTES = 1 << 20, NCASES = 300 };
+    rng g = {test_seed()};
+    uint8_t *src = malloc(NBYTES), *dst = malloc(NBYTES), *expected = malloc(NBYTES);
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets);
+    for (size_t i = 0; i < NBYTES; i++)
+        src[i] = (uint8_t)rng_next(&g);
+    for (int c = 0; c < NCASES; c++) {
+        int64_t n = c % 3 ? rng_range(&g, 1, 9) : 1, most = (NBYTES - 4096) / n;
+        int64_t run = rng_range(&g, 1, c % 2 ? most : most < 9000 ? most : 9000), room = most - run;
+        int64_t gap = rng_range(&g, 0, 1) ? -run & 63 : rng_range(&g, 0, room < 200 ? room : 200);
+        gap = gap > room ? room : gap;
+        char *to = (char *)dst + rng_range(&g, 0, 130), *from = (char *)src + rng_range(&g, 0, 130);
+        memset(expected, 0xa5, NBYTES);
+        for (int64_t i = 0; i < n; i++)
+            memcpy(expected + (to - (char *)dst) + i * (run + gap), from + i * run, (size_t)run);
+        for (int s = 0; s < nsets; s++) {
+            memset(dst, 0xa5, NBYTES);
+            sets[s]->stream_rows(to, run + gap, from, run, n, (size_t)run);
+            sets[s]->fence();
+            assert_memory_equal(dst, expected, NBYTES);
+            for (int64_t i = 0; i < n; i++)
+                sets[s]->stream(to + i * (run + gap), from + (n - 1 - i) * run, (size_t)run, from);
+            for (int64_t i = 0; i < n; i++)
+                assert_memory_equal(to + i * (run + gap), from + (n - 1 - i) * run, (size_t)run);
+            sets[s]->stream_zeros(to, (size_t)run);
+            sets[s]->fence();
+            for (int64_t i = 0; i < run; i++)
+                assert_int_equal(to[i], 0);
+            assert_true(to + run == (char *)dst + NBYTES || n > 1 || (uint8_t)to[run] == 0xa5);
+        }
+    }
+    free(src);
+    free(dst);
+    free(expected);
+}
+
 /* Two to a byte: rows of 6 out of 10, from the second byte on. */
 static void test_packed(void **state) {
     (void)state;
@@ -369,8 +409,8 @@ static void test_bad_copies(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_runs),   cmocka_unit_test(test_transposes), cmocka_unit_test(test_random_boxes),
-        cmocka_unit_test(test_packed), cmocka_unit_test(test_bad_copies),
+        cmocka_unit_test(test_runs),         cmocka_unit_test(test_streams), cmocka_unit_test(test_transposes),
+        cmocka_unit_test(test_random_boxes), cmocka_unit_test(test_packed),  cmocka_unit_test(test_bad_copies),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
