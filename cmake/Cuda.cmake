@@ -176,6 +176,7 @@ function(tb_cuda_test name)
     add_dependencies(${target} fake_cuda)
     set_tests_properties(${name} PROPERTIES
         SKIP_RETURN_CODE 77
+        LABELS gpu
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=${arg_GPUS}"
     )
     tb_pack_test(${name} ${target} ${arg_TIMEOUT})
@@ -192,7 +193,7 @@ function(tb_two_gpus_test name)
         endif()
         add_test(NAME ${name}_${kind} COMMAND ${target})
         set_tests_properties(${name}_${kind} PROPERTIES
-            TIMEOUT 300 SKIP_RETURN_CODE 77 ENVIRONMENT "${environment}")
+            TIMEOUT 300 SKIP_RETURN_CODE 77 LABELS gpu ENVIRONMENT "${environment}")
     endforeach()
     tb_pack_test(${name}_peers ${target} 300 ${ARGN})
 endfunction()
@@ -201,7 +202,7 @@ endfunction()
 function(tb_one_gpu_test name)
     string(REPLACE "/" "_" target ${name})
     add_test(NAME ${name}_one COMMAND ${target})
-    set_tests_properties(${name}_one PROPERTIES TIMEOUT 300 SKIP_RETURN_CODE 77
+    set_tests_properties(${name}_one PROPERTIES TIMEOUT 300 SKIP_RETURN_CODE 77 LABELS gpu
         ENVIRONMENT "LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda;FAKE_CUDA_GPUS=1;${ARGN}")
     tb_pack_test(${name}_one ${target} 300 ${ARGN})
 endfunction()

@@ -66,6 +66,9 @@ function(tb_slow_test name)
             list(APPEND environment LD_LIBRARY_PATH=${PROJECT_BINARY_DIR}/tests/fake_cuda)
         endif()
         set_tests_properties(${name}_${device} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${environment}")
+        if(device STREQUAL "cuda")
+            set_tests_properties(${name}_${device} PROPERTIES LABELS gpu)
+        endif()
     endforeach()
 endfunction()
 
@@ -91,7 +94,7 @@ function(tb_gpu_programs)
     add_custom_target(gpu_programs DEPENDS tensorbus ${targets})
     if(tests AND NOT TB_SANITIZE)
         add_test(NAME gpu/pack COMMAND sh ${PROJECT_SOURCE_DIR}/tests/gpu/pack_test.sh ${ARGN})
-        set_tests_properties(gpu/pack PROPERTIES TIMEOUT 300 ENVIRONMENT "BUILD=${PROJECT_BINARY_DIR}")
+        set_tests_properties(gpu/pack PROPERTIES TIMEOUT 300 ENVIRONMENT "BUILD=${PROJECT_BINARY_DIR}" LABELS gpu)
     endif()
 endfunction()
 
@@ -115,7 +118,7 @@ function(tb_etcd_test name)
     endif()
     string(REPLACE "/" "_" target ${name})
     add_test(NAME ${name}_etcd COMMAND ${target} etcd)
-    set_tests_properties(${name}_etcd PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77)
+    set_tests_properties(${name}_etcd PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77 LABELS etcd)
 endfunction()
 
 # tb_agent_test(bus/agent/fault_test ...): a test, as above, that starts agents: the tool is in $TENSORBUS.
@@ -215,7 +218,7 @@ function(tb_hosts_test name hosts)
     endif()
     add_test(NAME hosts/${name} COMMAND ${PROJECT_SOURCE_DIR}/tests/hosts/bed ${hosts} -- ${arg_COMMAND})
     set_tests_properties(hosts/${name} PROPERTIES
-        TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77 ENVIRONMENT "${ucx_environment}"
+        TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77 ENVIRONMENT "${ucx_environment}" LABELS "hosts;root"
     )
 endfunction()
 

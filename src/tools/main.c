@@ -62,12 +62,6 @@ static int print_man(const tool_command *command) {
     return tool_print(&out);
 }
 
-static int print_version(void) {
-    tb__text out = {0};
-    tb__text_add(&out, "tensorbus %s\n", tb_version_string());
-    return tool_print(&out);
-}
-
 static int print_completion(const char *shell) {
     tb__text out = {0};
     if (shell && tool_add_completion(&out, commands, shell))
@@ -140,7 +134,7 @@ int main(int argc, char **argv) {
         return help_command(arguments + 1);
     if (strcmp(name, "--version") == 0)
         return arguments[1] ? tool_fail(TOOL_BAD_INPUT, "--version stands alone, but '%s' follows it", arguments[1])
-                            : print_version();
+                            : tool_print_version();
     const tool_command *command = find_command(name);
     if (command)
         return run(command, arguments + 1);

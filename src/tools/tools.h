@@ -155,6 +155,11 @@ const char *tool_bold(void);
 const char *tool_dim(void);
 const char *tool_plain(void);
 
+/* ---- What was built in (version.c) --------------------------------------------------------------------------- */
+
+/* Returns an exit status. */
+int tool_print_version(void);
+
 /* ---- JSON lines (jsonl.c) ------------------------------------------------------------------------------------ */
 
 /* Answers each line of the file ("-": standard input) with one line: what `answer` adds, or {"error":"..."}. */

@@ -14,8 +14,11 @@ accepted help
 cmp -s "$tmp/overview" "$out" || fail "tensorbus help does not show the overview"
 
 accepted --version
-lines 1
-printed '^tensorbus [0-9][0-9]*\.[0-9][0-9]*\.[0-9][0-9]*$'
+head -n 1 "$out" | grep -q '^tensorbus [0-9][0-9]*\.[0-9][0-9]*\.[0-9][0-9]*$' || fail "the version: $(head -n 1 "$out")"
+lines 6
+printed '^devices  .* host'
+printed '^transports  self shm ucx'
+printed '^linked  *jansson [0-9.]*, libmicrohttpd [0-9.]*$'
 
 # has COMMAND OPTION...: the help of the command tells of these options, and of no others
 has() {
