@@ -33,7 +33,7 @@ typedef enum tb_placement_kind {
 
 typedef enum tb_reduce_op { TB_SUM, TB_AVG, TB_MIN, TB_MAX, TB_PRODUCT } tb_reduce_op;
 
-/* What one mesh dimension does to the tensor. Only the fields of its kind count. */
+/* The effect of one mesh dimension on the tensor. Only the fields of its kind are used. */
 typedef struct tb_placement {
     tb_placement_kind kind;
     int dim;                 /* sharding kinds: the tensor dimension; negative counts from the end */
@@ -52,7 +52,7 @@ typedef struct tb_layout tb_layout; /* a mesh and a placement for each of its di
 TB_API tb_status tb_layout_create(int mesh_ndim, const int64_t *mesh_shape, const int32_t *ranks,
                                   const tb_placement *placements, tb_layout **out);
 
-/* "mesh=2,2 place=R,S1 ranks=4..7", as pairs take it. */
+/* Parses "mesh=2,2 place=R,S1 ranks=4..7", the form that pairs use. */
 TB_API tb_status tb_layout_parse(const char *text, tb_layout **out);
 
 TB_API void tb_layout_destroy(tb_layout *layout);
@@ -70,7 +70,7 @@ TB_API int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank);
 /* Whether the layout fits tensors of this shape: dims in range, blocks that add up on every coordinate, and so on. */
 TB_API tb_status tb_layout_check(const tb_layout *layout, const tb_shape *shape);
 
-/* What one rank holds: per tensor dimension the ordered global indices, as segments; memory is row-major over them. */
+/* The part of one rank: per tensor dimension the ordered global indices, as segments; memory is row-major over them. */
 typedef struct tb_local {
     tb_shape shape; /* lengths of the lists; all zero for a rank outside the mesh */
     size_t nsegments[TB_MAX_DIMS];
@@ -80,38 +80,38 @@ typedef struct tb_local {
 TB_API tb_status tb_layout_local(const tb_layout *layout, const tb_shape *shape, int32_t rank, tb_local *out);
 TB_API void tb_local_fini(tb_local *local);
 
-/* The hash of all that the rank holds (see Hashes in tensorbus.h); 0 if it holds nothing. An index that a list has
+/* The hash of the rank's whole part (see Hashes in tensorbus.h); 0 if it holds nothing. An index that a list contains
  * twice counts twice. TB_REFUSED if the layout is Partial. */
 TB_API tb_status tb_hash_part(const tb_layout *layout, const tb_shape *shape, int32_t rank, const tb_binding *part,
                               uint64_t *out);
 
 /* ---- Views --------------------------------------------------------------------------------------------------- */
 
-/* What a view does to a tensor; tensorbus.h has how one is written (Models). Where a view is taken, NULL changes
+/* The effect of a view on a tensor; the syntax is in tensorbus.h (Models). A view of NULL changes
  * nothing. */
 
 TB_API tb_status tb_view_parse(const char *text, tb_view **out); /* "" changes nothing */
 TB_API void tb_view_destroy(tb_view *view);
 
-/* The canonical shape and layout of a tensor stored with this global shape and layout, for all ranks. A dim that is cut
- * stays Shard where that says it, and becomes Explicit else; mesh dims may be split or joined for it. TB_REFUSED where
- * what a rank has is no box with even strides any more. */
+/* The canonical shape and layout of a tensor stored with this global shape and layout, for all ranks. A cut dim stays
+ * Shard if that describes the result, and becomes Explicit otherwise; mesh dims may be split or merged for that.
+ * TB_REFUSED if a rank's part would no longer be a box with constant strides. */
 TB_API tb_status tb_view_apply(const tb_view *view, const tb_shape *shape, const tb_layout *layout, tb_shape *out_shape,
                                tb_layout **out_layout);
 
-/* Where `rank` has its part of the canonical tensor, if `binding` is where it has its part of the stored one. */
+/* The binding of `rank`'s part of the canonical tensor; `binding` is that of its part of the stored tensor. */
 TB_API tb_status tb_view_bind(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
                               const tb_binding *binding, tb_binding *out);
 
-/* The boxes of the rank's storage that are padding. They are never sent; whoever receives the tensor sets them to zero.
- * To be freed by the caller with free(); NULL if there are none. */
+/* The boxes of the rank's storage that are padding. They are never sent; a rank that receives the tensor sets them to
+ * zero. To be freed by the caller with free(); NULL if there are none. */
 TB_API tb_status tb_view_padding(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
                                  const tb_binding *binding, tb_binding **out, size_t *count);
 
 /* ---- Plans --------------------------------------------------------------------------------------------------- */
 
-/* A plan knows, for one shape, which elements go from which rank to which. It is a pure function of its arguments: no
- * communication, the same on every rank. What one rank does is worked out from it at a cost proportional to what that
+/* A plan defines, for one shape, which elements each rank sends to which other. It is a pure function of its arguments:
+ * no communication, the same on every rank. The cost of listing one rank's routes is proportional to the data that the
  * rank moves. */
 typedef struct tb_plan tb_plan;
 
@@ -122,15 +122,15 @@ typedef struct tb_plan_opts {
      */
     const int32_t *hosts;
     size_t nhosts;   /* ranks the array covers; it must cover both meshes */
-    bool unbalanced; /* take the first replica for everything, to compare against */
-    bool whole_rows; /* what replicas share is not cut along the last dim */
+    bool unbalanced; /* use the first replica for everything, for comparisons */
+    bool whole_rows; /* parts of replicas are not cut along the last dim */
 } tb_plan_opts;
 
 TB_API tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_shape *shape, tb_dtype dtype,
                                 const tb_plan_opts *opts, tb_plan **out);
 TB_API void tb_plan_destroy(tb_plan *plan);
 
-/* Where a box of indices begins in a local tensor; how long it is stands beside it. */
+/* The first indices of a box in a local tensor; its lengths are given separately. */
 typedef struct tb_box {
     int64_t start[TB_MAX_DIMS];
 } tb_box;
@@ -142,7 +142,7 @@ typedef struct tb_route {
     const int32_t *targets;
     uint32_t ncontributors; /* of a Partial source, in the order they are combined, the source among them; 0 if none */
     const int32_t *contributors;
-    uint64_t src_cell; /* which cell of each side's grid the box lies in, row-major (tb_plan_grids) */
+    uint64_t src_cell; /* the cell of each side's grid that contains the box, row-major (tb_plan_grids) */
     uint64_t dst_cell;
     int64_t nelements;
     int64_t order; /* row-major offset in the first target's local tensor, in elements */
@@ -151,7 +151,7 @@ typedef struct tb_route {
     tb_box dst; /* at this rank if it is a target, else at the first target */
 } tb_route;
 
-typedef struct tb_routes tb_routes; /* a list of routes and the memory behind it, to be used again and again */
+typedef struct tb_routes tb_routes; /* a list of routes and its memory, to be reused */
 
 TB_API tb_status tb_routes_create(tb_routes **out);
 TB_API void tb_routes_destroy(tb_routes *routes);
@@ -162,15 +162,15 @@ TB_API const tb_route *tb_routes_at(const tb_routes *routes, size_t i);
  * rotation = i, so that the same replica does not serve all of them. */
 TB_API tb_status tb_plan_routes(const tb_plan *plan, int32_t rank, uint64_t rotation, tb_routes *routes);
 
-/* How many cells each side's grid has along each dim of the tensor: for a Shard over 4 ranks 4. Either may be NULL. */
+/* The number of cells of each side's grid along each dim (Shard over 4 ranks has 4). Either may be NULL. */
 TB_API void tb_plan_grids(const tb_plan *plan, tb_shape *src, tb_shape *dst);
 
 /* Proves the whole plan (at rotation 0): every target element is written exactly once, by a source that holds it at
- * that place, and both ends of every route agree on it. TB_INTERNAL, with a sentence, if not. Costs the whole world's
- * traffic. */
+ * that place, and both ends of every route agree on it. TB_INTERNAL, with an error message, if not. Costs the whole
+ * world's traffic. */
 TB_API tb_status tb_plan_check(const tb_plan *plan);
 
-/* Figures over all ranks; one beyond INT64_MAX reads INT64_MAX. Local copies count in none of them but local_bytes. */
+/* Statistics over all ranks, limited to INT64_MAX. Local copies count only in local_bytes and nchunks. */
 typedef struct tb_plan_stats {
     size_t size;
     int32_t nranks;      /* of both meshes together */
@@ -191,8 +191,8 @@ typedef struct tb_plan_stats {
 TB_API tb_status tb_plan_stats_compute(const tb_plan *plan, tb_plan_stats *out);
 TB_API void tb_plan_stats_fini(tb_plan_stats *stats);
 
-/* Plans and routes are worked out once per distinct (layouts, shape, dtype) and shared. What it returns stays valid
- * until the cache is destroyed. */
+/* Plans and routes are computed once per distinct (layouts, shape, dtype) and shared. Results stay valid until the
+ * cache is destroyed. */
 typedef struct tb_plan_cache tb_plan_cache;
 
 TB_API tb_status tb_plan_cache_create(tb_plan_cache **out);
@@ -206,7 +206,7 @@ TB_API void tb_plan_cache_counters(const tb_plan_cache *cache, uint64_t *hits, u
 
 /* ---- Transfer IR --------------------------------------------------------------------------------------------- */
 
-/* How a chunk's bytes cross ranks. Roles (is_source, is_target) are told apart from it, and never inferred. */
+/* How a chunk's bytes cross ranks. Roles (is_source, is_target) are separate fields, and never inferred from it. */
 typedef enum tb_chunk_mode {
     TB_P2P,
     TB_BROADCAST,
@@ -216,7 +216,7 @@ typedef enum tb_chunk_mode {
 
 TB_API const char *tb_chunk_mode_name(tb_chunk_mode mode);
 
-/* What the chunks of a route are on this rank, one of its source, targets and contributors. */
+/* The mode of the route's chunks on this rank, which is its source, a target or a contributor. */
 TB_API tb_chunk_mode tb_route_mode(const tb_route *route, int32_t rank);
 
 /* One tensor of a batch. */
@@ -228,9 +228,9 @@ typedef struct tb_tensor_spec {
     tb_dtype src_dtype, dst_dtype;
     tb_dtype wire_dtype; /* TB_DTYPE_NONE: the narrower side's, the source's where they are equally wide */
     uint32_t group;      /* tensors of a lower group go first: a layer, say */
-    int64_t band;        /* so many indices of dim 0, as the targets have it, are a group of their own, from `group` on;
-                            0: the tensor is in one group */
-    bool coded; /* its bytes on the wire are made and read by other means than a cast. A box of `len` has so many: */
+    int64_t band;        /* every `band` indices of dim 0, as the targets have it, are a separate group, numbered from
+                          * `group` on; 0: the tensor is in one group */
+    bool coded; /* its bytes on the wire are made and read by other means than a cast. The size of a box of `len`: */
     int64_t (*coded_nbytes)(const void *arg, int ndim, const int64_t *len); /* NULL: as many as in the wire dtype */
     const void *coded_arg;
     bool whole;           /* of a coded tensor: its chunks are never cut, and each has a bucket of its own */
@@ -238,7 +238,7 @@ typedef struct tb_tensor_spec {
                              in different ways. Any number, the same on all ranks */
 } tb_tensor_spec;
 
-/* One box and what this rank does with it. Pure data. */
+/* One box, and this rank's role in it. Pure data. */
 typedef struct tb_chunk {
     tb_chunk_mode mode;
     bool is_source;    /* reads a local tensor into the buffer */
@@ -249,7 +249,7 @@ typedef struct tb_chunk {
     uint64_t id;       /* the same number at both ends */
     uint32_t part;     /* a chunk too large for the staging memory is cut; its parts share the id */
     int32_t source;    /* TB_NO_RANK: zeros */
-    uint32_t ntargets; /* for TB_NONE, those to whom the source ships; never the source of a P2P or BROADCAST */
+    uint32_t ntargets; /* for TB_NONE, the ranks that the source ships to; never the source of a P2P or BROADCAST */
     const int32_t *targets;
     uint32_t ncontributors;
     const int32_t *contributors;
@@ -277,22 +277,22 @@ typedef struct tb_bucket_entry {
 /* The unit that is transferred. All of its chunks are of one group. */
 typedef struct tb_bucket {
     size_t channel;
-    uint32_t group; /* never falls within a channel */
+    uint32_t group; /* never decreases within a channel */
     size_t first_entry, nentries;
     int64_t total_bytes;
 } tb_bucket;
 
-/* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
- * first chunk says: mode, source, targets, contributors, how they are combined, and the kind of memory. */
+/* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is part of the
+ * first chunk: mode, source, targets, contributors, how they are combined, and the kind of memory. */
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;
-    /* A BROADCAST that leaves its host: for each target, which rank sends it there. The source sends to one rank
-     * of another host, which relays it. NULL: the source sends to all. */
+    /* A BROADCAST to other hosts: for each target, the rank that sends to it. The source sends to one rank of another
+     * host, which relays the data. NULL: the source sends to all. */
     const int32_t *via;
 } tb_channel;
 
-/* All that one rank does for one batch. Read only. */
+/* All actions of one rank for one batch. Read only. */
 typedef struct tb_ir {
     int32_t rank;
     int64_t bucket_size;
@@ -317,54 +317,54 @@ typedef struct tb_ir_opts {
     const tb_plan_opts *plan;
 } tb_ir_opts;
 
-/* What `rank` does to move the tensors, which must have distinct names. `cache` may be NULL. */
+/* The IR of `rank` for moving the tensors, which must have distinct names. `cache` may be NULL. */
 TB_API tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntensors, tb_plan_cache *cache,
                               const tb_ir_opts *opts, tb_ir **out);
 TB_API void tb_ir_destroy(tb_ir *ir);
 
-/* Dumps, to be freed by the caller with free(). The parser reads the JSON one back and checks it. */
+/* Dumps, to be freed by the caller with free(). The parser reads the JSON form and checks it. */
 TB_API tb_status tb_ir_dump_text(const tb_ir *ir, char **out);
 TB_API tb_status tb_ir_dump_json(const tb_ir *ir, char **out);
 TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
 
 /* ---- Executing an IR ------------------------------------------------------------------------------------------ */
 
-/* What this process does when the registered batch is sent, or received, as data: the plan of its next transfer, which
+/* This process's actions when the registered batch is sent, or received, as data: the plan of its next transfer, which
  * is made now if it has not been. Ranks are those of the bus. To be freed with tb_ir_destroy. TB_REFUSED before the
  * batch is registered, if it moves through several pairs in that direction, or by an agent. */
 TB_API tb_status tb_batch_ir(tb_batch *batch, bool is_send, tb_ir **out);
 
-/* What has been done with a bucket on this rank. */
+/* The progress of a bucket on this rank. */
 typedef enum tb_bucket_step {
-    TB_BUCKET_PREPARED,  /* sending: it is packed, or lies where it is read; else: there is room for it */
+    TB_BUCKET_PREPARED,  /* sending: it is packed, or can be read in place; receiving: there is room for it */
     TB_BUCKET_LAUNCHED,  /* sending: others can get it; receiving, and on one rank: it is being read */
     TB_BUCKET_COMPLETE,  /* its bytes have come, or all others have them */
     TB_BUCKET_FINALISED, /* receiving: it is in the tensors; its memory is free again */
 } tb_bucket_step;
 
-/* Where this rank has its parts of a tensor of the IR. */
+/* The bindings of this rank's parts of a tensor of the IR. */
 typedef struct tb_ir_part {
     size_t size;
-    const tb_binding *src, *dst; /* NULL: it sends, or receives, nothing of it. Their shapes are those of the parts */
+    const tb_binding *src, *dst; /* NULL: this rank sends, or receives, none of it. Shapes are those of the parts */
 } tb_ir_part;
 
 typedef struct tb_ir_execute_opts {
     size_t size;
     int timeout_ms; /* default: the world's */
     bool bus_ranks; /* ranks in the IR are those of the bus, as in tb_batch_ir; default: seats of the service's group */
-    /* Called for each bucket of the IR, step by step, by the thread that makes progress or the one that executes; it
-     * must not call the library. What fails ends before all are finalised. */
+    /* Called for each step of each bucket of the IR, by the thread that makes progress or the one that executes; it
+     * must not call the library. After a failure some buckets are not finalised. */
     void (*progress)(void *arg, size_t bucket, tb_bucket_step step);
     void *arg;
 } tb_ir_execute_opts;
 
-/* Does what the IR says, as a run of the copy service, whose options for staging memory count: made by tb_ir_create,
- * read from JSON, or built by hand, with chunks alone in their buckets or many in one. `parts` has one for each tensor.
- * All ranks of the service's group call it, each with its own IR, which has the same names everywhere, and perhaps no
- * chunks. First everything is checked: indices, offsets, ranks, roles, ids and sizes on each rank, boxes against the
- * parts, and that any two ranks have the same chunks and buckets for each other, by a hash. What is wrong anywhere
- * fails it on every rank, with one sentence, before a byte is written; deadlines and losses are those of tb_copy_run.
- * What is coded is refused. Sources may share memory with targets, as in a batch; targets are disjoint. */
+/* Executes the IR as a run of the copy service, with its staging options. The IR may come from tb_ir_create, from JSON,
+ * or be built by hand, with one or more chunks per bucket. `parts` has one element for each tensor. All ranks of the
+ * service's group call it, each with its own IR, which has the same names everywhere, and perhaps no chunks. First
+ * everything is checked: indices, offsets, ranks, roles, ids and sizes on each rank, boxes against the parts, and, by a
+ * hash, that any two ranks have the same chunks and buckets for each other. An error on any rank fails the call on
+ * every rank, with the same error message, before a byte is written; deadlines and losses are those of tb_copy_run.
+ * Coded chunks are refused. Sources may share memory with targets, as in a batch; targets must be disjoint. */
 TB_API tb_status tb_ir_execute(tb_copy *copy, const tb_ir *ir, const tb_ir_part *parts, const tb_ir_execute_opts *opts);
 
 #ifdef __cplusplus

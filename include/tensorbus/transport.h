@@ -44,11 +44,11 @@ typedef struct tb_transport_env {
     void (*lost)(void *arg, int32_t peer, const char *why);
     bool is_driven; /* a thread calls progress whenever there is something to do, except while it copies or is in a
                        function of the program */
-    /* is_reached has become true, or, with reports_strangers, a peer has connected to this rank; in progress. May be
-     * NULL. */
+    /* Called in progress when is_reached has become true, or, with reports_strangers, when a peer has connected to this
+     * rank. May be NULL. */
     void (*reached)(void *arg, int32_t peer);
-    const unsigned char *key; /* TB_KEY_SIZE bytes that all ranks of the bus have, and others have not: with them ranks
-                                 prove to each other that they belong together. Valid during `open`; NULL: none */
+    const unsigned char *key; /* TB_KEY_SIZE bytes that only ranks of the bus have; with them ranks prove to each other
+                               * that they belong to it. Valid during `open`; NULL: none */
 } tb_transport_env;
 
 typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
@@ -110,7 +110,7 @@ typedef struct tb_transport_ops {
     unsigned memory; /* a bit for each tb_mem_kind that pieces may be in: 1 << TB_MEM_HOST, ... */
     bool is_local;   /* reaches processes of the same machine only */
 
-    /* Opens an endpoint of this rank. TB_REFUSED: it can't be used in this world, which does without it unless it was
+    /* Opens an endpoint of this rank. TB_REFUSED: it can't be used in this world; that is an error only if it was
      * requested by name. */
     tb_status (*open)(const tb_transport_env *env, void **context);
     /* Completes all operations with TB_CANCELLED, and unregisters all memory. Never fails. */
