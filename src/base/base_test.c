@@ -1,4 +1,4 @@
-/* The small things: dtypes, text, sizes, memory, status, log. */
+/* Dtypes, text, sizes, memory, status and log. */
 #include "base/dtype.h"
 #include "base/index.h"
 #include "base/log.h"
@@ -130,7 +130,7 @@ static void indices(void **state) {
     size_t probe = 0;
     assert_int_equal(tb__index_next(&index, 1, &probe), TB__NOWHERE);
     for (size_t i = 0; i < 1000; i++)
-        assert_true(tb__index_add(&index, i % 100 * 32, i)); /* many share a hash, all share a place */
+        assert_true(tb__index_add(&index, i % 100 * 32, i)); /* many share a hash, and all the first slot */
     for (uint64_t h = 0; h < 100; h++) {
         size_t n = 0, at;
         for (probe = 0; (at = tb__index_next(&index, h * 32, &probe)) != TB__NOWHERE; n++)

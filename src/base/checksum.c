@@ -1,4 +1,4 @@
-/* xxHash's header has all of it, so there is no library to be found at run time. */
+/* xxHash is compiled in from its header, so that no library has to be found at run time. */
 #include "base/checksum.h"
 
 #define XXH_INLINE_ALL
@@ -10,7 +10,7 @@ uint64_t tb__checksum_block(const void *data, size_t nbytes) {
 
 uint64_t tb__checksum(const void *data, size_t nbytes) {
     XXH3_state_t all;
-    uint64_t sums[64]; /* those that `all` has not got yet */
+    uint64_t sums[64]; /* of blocks, not yet added to `all` */
     size_t n = 0;
     XXH3_64bits_reset(&all);
     for (size_t at = 0; at < nbytes; at += TB__CHECKSUM_BLOCK) {

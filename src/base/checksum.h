@@ -1,5 +1,5 @@
-/* Checksums of data in transit: 64-bit XXH3 of each block of 64 KiB, then of these sums, as little-endian words. So
- * blocks can be summed in any order. */
+/* Checksums of data in transit: the 64-bit XXH3 of each block of 64 KiB, then the XXH3 of these sums as little-endian
+ * words. So blocks can be summed in any order. */
 #ifndef TB_BASE_CHECKSUM_H
 #define TB_BASE_CHECKSUM_H
 
@@ -12,7 +12,7 @@ static inline size_t tb__checksum_nblocks(size_t nbytes) {
     return nbytes / TB__CHECKSUM_BLOCK + (nbytes % TB__CHECKSUM_BLOCK != 0);
 }
 
-/* XXH3 of the bytes: of one block, or of the sums of all of them. */
+/* XXH3 of one block, or of the array of all block sums. */
 uint64_t tb__checksum_block(const void *data, size_t nbytes);
 
 /* The checksum of any number of bytes. */

@@ -1,4 +1,4 @@
-/* The settings, and how the environment spells them. */
+/* The table of settings, and parsing of their values. */
 #include "base/config.h"
 
 #include <inttypes.h>

@@ -1,4 +1,4 @@
-/* Settings: defaults, values of the environment, and what is refused. */
+/* Settings: defaults, values from the environment, and refused values. */
 #include "base/config.h"
 
 #include <setjmp.h>

@@ -1,4 +1,4 @@
-/* RLIMIT_NOFILE, and loops that run into it. */
+/* The limit of file descriptors: see descriptors.h. */
 #include "base/descriptors.h"
 
 #include "base/process.h"

@@ -25,7 +25,7 @@ static inline bool tb__is_shortage(int error) {
     return tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM;
 }
 
-/* Sets whether the epoll set reports waiting connections of the listener, which it has with this data. */
+/* Turns reports of waiting connections on or off. The epoll set must already have the listener, with this data. */
 void tb__listener_enable(int epoll, int listener, const void *data, bool listens);
 
 /* Whether to log a shortage now: at most every ten seconds. *again_ms is 0 at first. */

@@ -1,11 +1,11 @@
-/* What may be done with a dtype's values. */
+/* Properties of dtypes: sizes, and which arithmetic and casts are allowed. */
 #ifndef TB_BASE_DTYPE_H
 #define TB_BASE_DTYPE_H
 
 #include "tensorbus/tensorbus.h"
 
 typedef enum tb__dtype_class {
-    TB__OPAQUE, /* bits to be carried, not numbers to be added up */
+    TB__OPAQUE, /* bits that are only carried, without arithmetic */
     TB__INTEGER,
     TB__FLOAT,
 } tb__dtype_class;
@@ -19,18 +19,18 @@ static inline int64_t tb__dtype_packing(tb_dtype dtype) {
     return tb_dtype_bits(dtype) == 4 ? 2 : 1;
 }
 
-/* Bytes from one element to another that is so many elements away, which is even for f4e2m1. */
+/* The distance in bytes of two elements that are `elements` apart, an even number for f4e2m1. */
 static inline int64_t tb__dtype_offset(tb_dtype dtype, int64_t elements) {
     return tb_dtype_bits(dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(dtype) / 8);
 }
 
-/* Bytes of so many contiguous elements. */
+/* The size of contiguous elements. */
 static inline int64_t tb__dtype_bytes(tb_dtype dtype, int64_t nelements) {
     int64_t packing = tb__dtype_packing(dtype), bits = tb_dtype_bits(dtype);
     return packing > 1 ? (nelements + packing - 1) / packing : nelements * (bits / 8);
 }
 
-/* Floats of at most 32 bits, which are added up in f32. */
+/* Floats of at most 32 bits, which are summed in f32. */
 static inline bool tb__dtype_is_small_float(tb_dtype dtype) {
     return dtype != TB_F64 && tb__dtype_class_of(dtype) == TB__FLOAT;
 }
@@ -41,7 +41,7 @@ static inline bool tb__dtype_can_cast(tb_dtype from, tb_dtype to) {
     return class != TB__OPAQUE && class == tb__dtype_class_of(to);
 }
 
-/* Whether an integer dtype has all values of another one. */
+/* Whether the integer dtype can represent all values of another one. */
 bool tb__dtype_has_values_of(tb_dtype dtype, tb_dtype of);
 
 #endif

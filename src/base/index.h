@@ -4,7 +4,7 @@
  *     while ((i = tb__index_next(&index, hash, &probe)) != TB__NOWHERE)
  *         if (array[i] is the one)
  *             return i;
- *     ... make room in the array, tb__index_add(&index, hash, position), append: then neither is without the other ...
+ *     ... make room in the array, tb__index_add(&index, hash, position), append: then a failure changes neither ...
  */
 #ifndef TB_BASE_INDEX_H
 #define TB_BASE_INDEX_H

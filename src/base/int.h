@@ -23,7 +23,7 @@ static inline int64_t tb__align(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-/* Whether the list has this number. */
+/* Whether the list contains the number. */
 static inline bool tb__has_int32(const int32_t *list, size_t count, int32_t number) {
     for (size_t i = 0; i < count; i++) {
         if (list[i] == number)

@@ -4,14 +4,14 @@
 
 #include <stddef.h>
 
-/* A function of the library, and where its address goes. */
+/* A function to look up, and the pointer that receives its address. */
 typedef struct tb__symbol {
     const char *name;
     void *slot;
     size_t nbytes; /* of the slot */
 } tb__symbol;
 
-/* Loads the library, which is never unloaded, and finds all functions. NULL: failure, for the reason in `why`. */
+/* Loads the library, for good, and looks up all functions. Returns NULL on failure, with the reason in `why`. */
 void *tb__library_load(const char *name, const tb__symbol *symbols, size_t nsymbols, char *why, size_t room);
 
 #endif

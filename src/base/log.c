@@ -1,5 +1,5 @@
-/* The log: one sink for the process, set by the program. Errors and warnings that come too often are counted instead.
- */
+/* The log: one sink for the process, set by the program. Errors and warnings that repeat too often are counted instead
+ * of written. */
 #include "base/log.h"
 
 #include "base/int.h"
@@ -24,7 +24,7 @@ static void *sink_arg;
 static tb__log_limit limit;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Another thread may have held the lock at the fork. The parent tells what it left out. */
+/* Another thread may have held the lock at the fork. Lines suppressed before the fork are reported by the parent. */
 static void after_fork_in_child(void) {
     pthread_mutex_init(&lock, NULL);
     limit = (tb__log_limit){0};
@@ -34,8 +34,8 @@ static void watch_forks(void) {
     pthread_atfork(NULL, NULL, after_fork_in_child);
 }
 
-/* Says how many lines were left out in periods that are over at this time. Under the lock. */
-static void tell_left_out(int64_t now_ms) {
+/* Writes how many lines were suppressed in periods that have ended. Needs the lock. */
+static void report_suppressed(int64_t now_ms) {
     char last[sizeof limit.kinds->last], line[sizeof last + 100];
     for (uint64_t n; (n = tb__log_limit_take(&limit, now_ms, last)) > 0;) {
         snprintf(line, sizeof line, "%" PRIu64 " more like this one were left out within a minute: %s", n, last);
@@ -47,7 +47,7 @@ static void tell_left_out(int64_t now_ms) {
 void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg) {
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&lock);
-    tell_left_out(INT64_MAX);
+    report_suppressed(INT64_MAX);
     sink = fn;
     sink_arg = arg;
     atomic_store(&threshold, fn ? level : TB_LOG_OFF);
@@ -77,7 +77,7 @@ void tb__log(tb_log_level level, const char *format, ...) {
     tb__text_tame(line);
     int64_t now_ms = tb__now_ms();
     pthread_mutex_lock(&lock);
-    tell_left_out(now_ms);
+    report_suppressed(now_ms);
     uint64_t count = level <= TB_LOG_WARN ? tb__log_limit_count(&limit, now_ms, format, line) : 0;
     if (count == TB__LOG_BURST)
         snprintf(line + tb__min_size(strlen(line), sizeof line - sizeof LAST_ONE), sizeof LAST_ONE, LAST_ONE);

@@ -1,4 +1,4 @@
-/* Which warnings are too many. */
+/* Limits repeated warnings: see log_limit.h. */
 #include "base/log_limit.h"
 
 #include <stdio.h>
@@ -20,7 +20,7 @@ uint64_t tb__log_limit_count(tb__log_limit *limit, int64_t now_ms, const char *f
             kind = k;
     }
     if (!kind)
-        return 1; /* more kinds than there is room for: none is lost */
+        return 1; /* the table is full: lines of this kind are not limited */
     if (kind->format != format || (is_over(kind, now_ms) && kind->nlines <= TB__LOG_BURST))
         *kind = (tb__log_kind){.format = format, .began_ms = now_ms};
     if (++kind->nlines > TB__LOG_BURST)

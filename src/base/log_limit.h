@@ -13,18 +13,18 @@ typedef struct tb__log_kind {
     const char *format; /* NULL: free */
     int64_t began_ms;
     uint64_t nlines; /* since then, written or not */
-    char last[256];  /* of those that were not written */
+    char last[256];  /* the last line that was not written */
 } tb__log_kind;
 
 typedef struct tb__log_limit {
     tb__log_kind kinds[TB__LOG_KINDS];
 } tb__log_limit;
 
-/* Which line of its kind this is in its period; above TB__LOG_BURST it is not to be written. */
+/* Counts the line; returns its number among lines of its kind in this period. Above TB__LOG_BURST: do not write it. */
 uint64_t tb__log_limit_count(tb__log_limit *limit, int64_t now_ms, const char *format, const char *line);
 
-/* Ends a period that is over, in which lines were not written, and says how many; 0: there is none. `last` has room for
- * sizeof ((tb__log_kind *)0)->last bytes. */
+/* Removes a kind whose period has ended and had suppressed lines, and returns their number; 0: there is none. Copies
+ * the last of them to `last`, which has room for sizeof ((tb__log_kind *)0)->last bytes. */
 uint64_t tb__log_limit_take(tb__log_limit *limit, int64_t now_ms, char *last);
 
 #endif

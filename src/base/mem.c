@@ -91,7 +91,8 @@ void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size) {
     if (size != 0 && count > (PTRDIFF_MAX - 4096) / size)
         return check_result(NULL, count, size);
     size_t align = _Alignof(max_align_t);
-    size_t nbytes = count && size ? (count * size + align - 1) / align * align : align; /* never NULL for nothing */
+    size_t nbytes = count && size ? (count * size + align - 1) / align * align : align; /* 0 bytes have an address,
+                                                                                         * too */
     if ((size_t)(arena->end - arena->next) < nbytes && !add_arena_block(arena, nbytes))
         return NULL;
     void *p = arena->next;
@@ -106,7 +107,7 @@ char *tb__arena_strdup(tb__arena *arena, const char *string) {
 }
 
 void tb__arena_reset(tb__arena *arena) {
-    /* One block is usual: it stays in place. */
+    /* Usually there is one block, which stays in place. */
     while (arena->head && arena->head->prev) {
         struct tb__arena_block *block = arena->head;
         arena->head = block->prev;

@@ -30,7 +30,7 @@ void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size);
 char *tb__arena_strdup(tb__arena *arena, const char *string);
 void tb__arena_reset(tb__arena *arena); /* frees all allocations, but keeps the memory */
 void tb__arena_fini(tb__arena *arena);
-size_t tb__arena_nbytes(const tb__arena *arena); /* that the arena takes */
+size_t tb__arena_nbytes(const tb__arena *arena); /* that the arena occupies */
 
 /* TB_VEC(int) v = {0}; if (!tb__vec_push(&v, 1)) return TB_NO_MEMORY; ... free(v.item); */
 #define TB_VEC(type)                                                                                                   \

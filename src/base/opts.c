@@ -1,4 +1,4 @@
-/* Reading and filling in structs whose size is the caller's. */
+/* Public structs that begin with their size: see opts.h. */
 #include "base/opts.h"
 
 #include "base/int.h"

@@ -46,7 +46,7 @@ void tb__pack_bytes(tb__pack *pack, const void *data, size_t nbytes) {
     tb__pack_raw(pack, data, nbytes);
 }
 
-/* The NUL goes along, so that readers can point into the message. */
+/* The NUL is packed too, so that readers can point into the message. */
 void tb__pack_string(tb__pack *pack, const char *string) {
     tb__pack_bytes(pack, string, strlen(string) + 1);
 }

@@ -14,14 +14,14 @@
 unsigned tb__nforks;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-/* A fork takes it to write, and has precedence. */
+/* fork() takes the write lock, which has precedence. */
 #define FORK_LOCK_INITIALIZER PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP
 static pthread_rwlock_t fork_lock = FORK_LOCK_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static LIST_HEAD(owned_list, tb__owned_fd) all = LIST_HEAD_INITIALIZER(all);
 
-/* A bit for each descriptor that a child closes. Systems give the lowest number that is free, so there is none beyond
- * this while fewer are open. */
+/* One bit for each descriptor that a forked child closes. The system assigns the lowest free number, so numbers stay
+ * below this limit while fewer descriptors are open. */
 enum { MAX_FDS = 1 << 20, WORD_BITS = 64 };
 static _Atomic uint64_t closed_in_child[MAX_FDS / WORD_BITS];
 static _Atomic int last_fd = -1; /* the highest that was ever owned */
@@ -97,10 +97,10 @@ void tb__fd_close(int fd) {
     if (fd < 0)
         return;
     tb__delay_forks();
-    /* In this order: once it is closed, its number may become that of another's descriptor. */
+    /* Clear the bit first: once the descriptor is closed, another thread may get its number. */
     if (fd < MAX_FDS)
         atomic_fetch_and(&closed_in_child[fd / WORD_BITS], ~((uint64_t)1 << fd % WORD_BITS));
-    /* A process that is just being spawned may have a copy, which must not keep a connection going. */
+    /* A process that is being spawned may have a copy, which must not keep the connection open. */
     shutdown(fd, SHUT_RDWR);
     close(fd);
     tb__allow_forks();
@@ -160,7 +160,7 @@ bool tb__read_short_file(const char *path, char *out, size_t room) {
     return fd >= 0;
 }
 
-/* Field 22 of its stat line, counted behind the name, which may hold anything. */
+/* Field 22 of /proc/PID/stat, counted from the end of the process name, which may contain any character. */
 bool tb__process_start_time(pid_t pid, uint64_t *out) {
     char path[64], line[1024];
     snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);

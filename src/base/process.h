@@ -1,6 +1,6 @@
-/* A library's manners in a program's process: a clock for deadlines, threads that block signals, and fork. A forked
- * child may only destroy the objects that it inherits: it has neither their threads nor their descriptors, and locks
- * and memory are in whatever state other threads had them. */
+/* Process-wide services: a clock for deadlines, threads that block signals, and protection against fork. A forked child
+ * may only destroy the objects that it inherits: it has neither their threads nor their descriptors, and locks and
+ * memory are in whatever state other threads had them. */
 #ifndef TB_BASE_PROCESS_H
 #define TB_BASE_PROCESS_H
 
@@ -17,7 +17,7 @@ typedef struct tb__owner {
     pid_t pid;
 } tb__owner;
 
-extern unsigned tb__nforks; /* between the first process and this one; changes in a forked child before fork returns */
+extern unsigned tb__nforks; /* forks up to this process; changes in a forked child before fork returns */
 
 void tb__owner_init(tb__owner *owner);
 
@@ -34,8 +34,8 @@ void tb__delay_forks(void);
 void tb__allow_forks(void);
 
 /* Opens a descriptor that every forked child closes, as in tb__fd_own(socket(...)). Without this, a copy in a child
- * would hide that this process has closed it: that a client has died, or that a server's lock and port are free. No
- * fork can happen between opening and marking it. The value is the descriptor, or -1 with errno. */
+ * would keep a connection, a server's lock or its port in use after this process has closed it. No fork can happen
+ * between opening and marking it. The value is the descriptor, or -1 with errno. */
 #define tb__fd_own(open) (tb__delay_forks(), tb__fd_mark_and_allow_forks(open))
 int tb__fd_mark_and_allow_forks(int fd);
 /* The same for a descriptor that is already open. */
@@ -61,7 +61,7 @@ bool tb__process_start_time(pid_t pid, uint64_t *out);
 
 tb_status tb__start_thread(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
 
-/* A condition whose timed waits use CLOCK_MONOTONIC, as the times below. */
+/* A condition whose timed waits use CLOCK_MONOTONIC, like the times below. */
 void tb__monotonic_cond_init(pthread_cond_t *cond);
 
 static inline int64_t tb__now_ms(void) {
@@ -83,7 +83,7 @@ static inline struct timespec tb__time_of_ms(int64_t ms) {
 
 void tb__sleep_ms(int64_t ms); /* restarts after signals */
 
-/* What poll and epoll_wait take: never negative, and rounded so that sleeping it reaches the deadline. */
+/* The time left, for poll and epoll_wait: never negative, and rounded so that sleeping it reaches the deadline. */
 static inline int tb__ms_until(int64_t deadline_ms) {
     int64_t left = deadline_ms - tb__now_ms();
     return left < 0 ? 0 : left > 1 << 30 ? 1 << 30 : (int)left;

@@ -36,11 +36,11 @@ void tb__proof_key_derive(const char *token, const char *purpose, tb__proof_key 
 void tb__proof_make(const tb__proof_key *key, const char *role, uint32_t version, const tb__proof_end *from,
                     const tb__proof_end *to, uint8_t out[TB__PROOF_NBYTES]);
 
-/* In a time that does not depend on the bytes. */
+/* Compares in constant time. */
 bool tb__proof_accepts(const tb__proof_key *key, const char *role, uint32_t version, const tb__proof_end *from,
                        const tb__proof_end *to, const void *proof, size_t nbytes);
 
-/* From the system's generator. */
+/* From the system's random generator. */
 tb_status tb__random_bytes(void *out, size_t nbytes);
 
 #endif

@@ -1,4 +1,4 @@
-/* SHA-256 and HMAC, as their standards have them. */
+/* SHA-256, HMAC and HKDF: see sha256.h. */
 #include "base/sha256.h"
 
 #include <string.h>

@@ -1,6 +1,6 @@
-/* SHA-256 (FIPS 180-4), and what is made of it: a message authentication code (HMAC, RFC 2104) and key
- * derivation (HKDF, RFC 5869). For small inputs: hellos and tokens. That these 100 lines are our own keeps libcrypto,
- * 5 MB with a release cycle of its own, out of every process that joins a bus. */
+/* SHA-256 (FIPS 180-4), a message authentication code (HMAC, RFC 2104) and key derivation (HKDF, RFC 5869). For small
+ * inputs: handshakes and tokens. These 100 lines of our own keep libcrypto, 5 MB with its own release cycle, out of
+ * every process that joins a bus. */
 #ifndef TB_BASE_SHA256_H
 #define TB_BASE_SHA256_H
 

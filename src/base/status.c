@@ -57,7 +57,7 @@ tb_status tb_error_set(tb_status status, const char *sentence) {
     return status;
 }
 
-/* Names in sentences come from anywhere, and sentences go to terminals and logs. */
+/* Messages contain names from other processes, and go to terminals and logs: control characters are replaced. */
 void tb__set_detail(const char *format, ...) {
     va_list args;
     va_start(args, format);

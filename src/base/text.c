@@ -57,7 +57,7 @@ bool tb__is_utf8(const char *string) {
 
 void tb__text_tame(char *string) {
     for (unsigned char *s = (unsigned char *)string; *s; s++) {
-        if (s[0] == 0xC2 && s[1] >= 0x80 && s[1] < 0xA0) /* U+0080 to U+009F: terminals obey these, too */
+        if (s[0] == 0xC2 && s[1] >= 0x80 && s[1] < 0xA0) /* U+0080 to U+009F, control characters for terminals, too */
             s[0] = s[1] = '?';
         else if (*s < 0x20 || *s == 0x7F)
             *s = isspace(*s) ? ' ' : '?';

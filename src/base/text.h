@@ -23,7 +23,7 @@ tb_status tb__text_take(tb__text *text, char **out);
 
 int tb__compare_strings(const void *a, const void *b); /* for qsort of an array of const char * */
 
-/* Reading: `at` advances over what was accepted. */
+/* Reading: `at` advances past the accepted text. */
 void tb__skip_space(const char **at);
 bool tb__accept(const char **at, char c);                /* skips space before it */
 bool tb__read_int(const char **at, int64_t *out);        /* decimal, a sign allowed; false on overflow too */

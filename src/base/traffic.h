@@ -1,5 +1,5 @@
-/* Counts the messages of this process, for benchmarks: requests to the store and what it answers, messages between
- * ranks, and connections that are begun. */
+/* Counts the messages of this process, for benchmarks: requests to the store and its answers, messages between ranks,
+ * and connections opened. */
 #ifndef TB_BASE_TRAFFIC_H
 #define TB_BASE_TRAFFIC_H
 

@@ -1,4 +1,4 @@
-/* Axes: the closed form, and what it shares with the table of Explicit axes. */
+/* Axes: the closed form, and the code that it shares with tables of Explicit axes (axis_table.c). */
 #include "layout/axis.h"
 
 #include "base/int.h"
@@ -7,15 +7,15 @@
 #include <string.h>
 
 static inline int64_t ceil_div(int64_t a, int64_t b) {
-    return a / b + (a % b != 0); /* b may be anything: no sum of the two */
+    return a / b + (a % b != 0); /* a + b - 1 could overflow */
 }
 
-/* Of the first x positions of a piece, how many go to coordinates before r. */
+/* How many of the first x positions of a piece go to coordinates before r. */
 static inline int64_t piece_before(int64_t size, int64_t ways, int64_t r, int64_t x) {
     return tb__min64(x, tb__min64(r * ceil_div(size, ways), size));
 }
 
-/* Of the first x positions of a list of n, how many a sharding stage gives to coordinates before r. */
+/* How many of the first x positions of a list of n a sharding stage gives to coordinates before r. */
 static int64_t stage_before(const tb_placement *place, int64_t ways, int64_t n, int64_t r, int64_t x) {
     if (place->kind == TB_SHARD || n == 0)
         return piece_before(n, ways, r, x);
@@ -150,7 +150,7 @@ static bool lengths_after(const tb_placement *place, int64_t ways, const lengths
                 TB_BISECT(r, ways, stage_length(place, ways, n, r) != length);
         }
         if (place->kind == TB_EXPLICIT)
-            break; /* what it keeps does not depend on n */
+            break; /* an Explicit stage's lengths do not depend on n */
     }
     tb__vec_sort_unique(after, tb__compare_int64);
     return true;
@@ -246,7 +246,7 @@ size_t tb__axis_nbytes(const tb__axis *axis) {
              : 0;
 }
 
-/* Of the indices below x, how many belong to coordinates before `coord` (closed form only). */
+/* How many of the indices below x belong to coordinates before `coord` (closed form only). */
 static int64_t count_before(const tb__axis *axis, int32_t coord, int64_t x) {
     if (coord == axis->ncoords)
         return x;

@@ -37,7 +37,7 @@ typedef struct tb__axis {
 tb_status tb__axis_init(tb__axis *axis, int dim, int64_t length, int nstages, const tb_placement *const *places,
                         const int64_t *ways, bool distinct);
 void tb__axis_fini(tb__axis *axis);
-size_t tb__axis_nbytes(const tb__axis *axis); /* memory behind it */
+size_t tb__axis_nbytes(const tb__axis *axis); /* memory in bytes */
 
 /* A run of global indices with its place in the holders' local order. */
 typedef struct tb__span {
@@ -80,15 +80,15 @@ bool tb__axis_holds(const tb__axis *axis, int32_t cls, int32_t coord, int32_t *h
 /* The classes that have an index in common with `spans`, ascending. */
 tb_status tb__axis_meeting(const tb__axis *axis, tb__spans spans, tb__arena *arena, const int32_t **out, size_t *count);
 
-/* The pairs that each class has in a list of spans, counted once where that takes a walk over the list. */
+/* The number of pairs of each class in a list of spans, counted once if counting takes a walk over the list. */
 typedef struct tb__tally {
     size_t count;
-    const int32_t *cls;     /* those that have any, ascending */
-    const tb__wide *before; /* pairs of the classes before; one more at the end: of all */
+    const int32_t *cls;     /* classes that have any, ascending */
+    const tb__wide *before; /* pairs of all classes before; the last element is the total */
 } tb__tally;
 
-/* *out is NULL for the closed form, which needs none. `once`: an index counts once, however many hold it; what is
- * counted by the tally below are indices then, not pairs. */
+/* *out is NULL for the closed form, which needs no tally. `once`: an index counts once, however many coordinates hold
+ * it; the functions below then count indices, not pairs. */
 tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, bool once, tb__arena *arena, const tb__tally **out);
 
 /* Number of (index, holder) pairs of the classes before `cls` whose index is in `spans`. With cls = nclasses: of all.

@@ -29,7 +29,7 @@ tb_status tb_binding_check(const tb_binding *binding, int64_t nbytes) {
     }
     if (nelements == 0)
         return TB_OK;
-    /* In bits, so that packed dtypes need no case of their own. */
+    /* In bits, so that packed dtypes need no special case. */
     int64_t first, last;
     if (__builtin_mul_overflow(lo, bits, &first) || __builtin_add_overflow(hi, 1, &last) ||
         __builtin_mul_overflow(last, bits, &last) || binding->offset < 0 || binding->offset > nbytes ||

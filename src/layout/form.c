@@ -1,6 +1,7 @@
-/* What values a linear form takes. Terms whose steps are not above the length of the interval leave no gap, and only
- * widen it; a divisor of all the others narrows it; two terms are decided as the Euclidean algorithm goes. With more,
- * those values of the outermost index are tried which leave the rest a chance: few, where dims are nested as usual. */
+/* Which values a linear form takes. A term whose step is at most the interval's length leaves no gap, and only widens
+ * the interval; a common divisor of all other steps narrows it; two terms are decided as in the Euclidean algorithm.
+ * With more terms, the values of the outermost index are tried for which the others can reach the interval: few, if
+ * dims are nested as usual. */
 #include "layout/form.h"
 
 #include "base/wide.h"
@@ -16,7 +17,7 @@ static int64_t gcd(int64_t a, int64_t b) {
     return a;
 }
 
-/* Of what is not negative. */
+/* Neither is negative. */
 static int64_t divide_up(int64_t a, int64_t b) {
     return a / b + (a % b != 0);
 }
@@ -30,12 +31,13 @@ static int64_t first_between(int64_t a, int64_t m, int64_t lo, int64_t hi) {
     int64_t x = divide_up(lo, a);
     if (x <= hi / a)
         return x;
-    /* No multiple of a lies between: a*x - m*y does for the least y that brings m*y close enough below one. */
+    /* No multiple of a is in the interval; a*x - m*y is, for the least y for which m*y is close enough below a
+     * multiple. */
     int64_t y = first_between(m % a, a, (a - hi % a) % a, (a - lo % a) % a);
     return y < 0 ? -1 : (int64_t)(((tb__wide)m * (uint64_t)y + (uint64_t)lo + (uint64_t)a - 1) / (uint64_t)a);
 }
 
-/* Whether some multiple of the term lies between. */
+/* Whether a multiple of the term is in the interval. */
 static bool one_reaches(tb__term term, int64_t lo, int64_t hi) {
     int64_t x = lo > 0 ? divide_up(lo, term.step) : 0;
     return hi >= 0 && x <= term.most && x <= hi / term.step;
@@ -46,7 +48,8 @@ static bool two_reach(tb__term inner, tb__term outer, int64_t lo, int64_t hi) {
     int64_t end = inner.step * inner.most;
     if (one_reaches(outer, lo, hi) || one_reaches(outer, lo - end, hi - end))
         return true;
-    /* What is left is an interval that lies between the inner term's ends, where any of its multiples will do. */
+    /* Otherwise the interval lies between the inner term's ends, for these x, where any multiple of its step will
+     * do. */
     int64_t x = hi >= end ? (hi - end) / outer.step + 1 : 0, last = (lo - 1) / outer.step;
     if (last > outer.most)
         last = outer.most;
@@ -55,7 +58,8 @@ static bool two_reach(tb__term inner, tb__term outer, int64_t lo, int64_t hi) {
     int64_t beyond = (hi - outer.step * x) % inner.step; /* of hi, above a multiple */
     if (beyond <= hi - lo)
         return true;
-    int64_t falls = (inner.step - outer.step % inner.step) % inner.step; /* by so much with each x, from there on */
+    int64_t falls = (inner.step - outer.step % inner.step) % inner.step; /* `beyond` falls by so much with each x,
+                                                                          * modulo the inner step */
     int64_t more = first_between(falls, inner.step, inner.step - beyond, inner.step - beyond + (hi - lo));
     return more >= 0 && more <= last - x;
 }

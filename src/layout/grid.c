@@ -97,7 +97,7 @@ size_t tb__grid_nbytes(const tb__grid *grid) {
     return nbytes;
 }
 
-/* The index in `dims` of what stands at a mesh index, and back. */
+/* Converts an index in the mesh to an index in `dims`, and back. */
 static int32_t index_in(const tb__mesh_dims *dims, int32_t mesh_index) {
     int64_t index = 0;
     for (int i = 0; i < dims->count; i++)

@@ -1,4 +1,5 @@
-/* Hashes of tensors: sums of hashes of elements and their places, so that parts are hashed where they lie. */
+/* Hashes of tensors: sums of hashes of elements and their positions, so that each part can be hashed by the rank that
+ * has it. */
 #include "layout/hash.h"
 
 #include "base/dtype.h"
@@ -23,8 +24,8 @@ static inline uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-/* Elements that follow one another at even steps in memory (bytes) and in the whole tensor. `key` is that of the first
- * one's place. */
+/* Elements at constant steps, both in memory (in bytes) and in the whole tensor. `key` is that of the first one's
+ * position. */
 typedef struct run {
     const char *at;
     int64_t n, step;
@@ -92,7 +93,7 @@ AVX2_INLINE __m256i load4(const char *at, unsigned nbytes) {
     }
 }
 
-/* Two vectors in turns, which do not wait for each other. */
+/* Two independent sums, so that consecutive vectors do not wait for each other. */
 AVX2_INLINE uint64_t hash_vectors(run r, unsigned nbytes) {
     uint64_t lanes[4];
     for (unsigned i = 0; i < 4; i++)
@@ -169,7 +170,7 @@ static int64_t distance(int64_t step) {
     return step < 0 ? -step : step;
 }
 
-/* The slowest in memory first; what follows on one another there and in the tensor becomes one. */
+/* Sorts dims by their step in memory, largest first. Merges dims that are contiguous both there and in the tensor. */
 static int order_dims(const tb_binding *part, const tb_shape *shape, dim *dims) {
     int count = 0;
     uint64_t row = STEP;
@@ -182,7 +183,7 @@ static int order_dims(const tb_binding *part, const tb_shape *shape, dim *dims) 
             dims[at] = dims[at - 1];
         dims[at] = new;
     }
-    int merged = 0; /* the fastest first, until here */
+    int merged = 0; /* from the fastest on */
     for (int i = 0; i < count; i++) {
         dim *last = &dims[merged > 0 ? merged - 1 : 0];
         if (merged > 0 && dims[i].step == last->step * last->n &&

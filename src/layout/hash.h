@@ -1,10 +1,10 @@
-/* Hashes of tensors, of which tensorbus.h and plan.h have the functions. */
+/* Hashes of tensors; the functions are declared in tensorbus.h and plan.h. */
 #ifndef TB_LAYOUT_HASH_H
 #define TB_LAYOUT_HASH_H
 
 #include "tensorbus/plan.h"
 
-/* Tests: without vectors from now on. Not while anything is hashed. */
+/* For tests: disables vector instructions, or enables them again. Not while anything is hashed. */
 void tb__hash_force_portable(bool is_forced);
 
 #endif

@@ -1,4 +1,4 @@
-/* Hashes of tensors: known values, and sums over the ranks of random layouts against a formula written down anew. */
+/* Hashes of tensors: known values, and sums over the ranks of random layouts against an independent formula. */
 #include "layout/hash.h"
 
 #include "../tests/support/random_case.h"
@@ -98,7 +98,7 @@ static bool is_partial(const side *s) {
     return false;
 }
 
-/* Every rank's part, in memory of its own with gaps and its dims in any order; compared element by element. */
+/* Every rank's part, in separate memory with gaps and with dims in any order, compared element by element. */
 static void random_layouts(void **state) {
     (void)state;
     static random_case c;
@@ -166,7 +166,7 @@ static void random_layouts(void **state) {
     assert_true(nparts >= cases);
 }
 
-/* A tensor cut into boxes at random, again and again: their hashes add up to that of the whole. */
+/* A tensor cut into boxes at random, recursively: the hashes of the boxes add up to that of the whole. */
 static uint64_t sum_of_boxes(rng *r, uint8_t *whole, tb_dtype dtype, const tb_shape *shape, tb_shape box,
                              int64_t *start) {
     int d = (int)rng_range(r, 0, shape->ndim - 1);

@@ -23,7 +23,7 @@ static tb_status mesh_size(int ndim, const int64_t *shape, int32_t *out) {
     return TB_OK;
 }
 
-/* What can be wrong with a placement whatever the tensor's shape is. */
+/* Checks a placement as far as that does not depend on the tensor's shape. */
 static tb_status check_placement(const tb_placement *place, int m, int64_t ways) {
     const int64_t most = INT64_C(1) << 62;
     switch (place->kind) {
@@ -77,7 +77,7 @@ static tb_status check_placement(const tb_placement *place, int m, int64_t ways)
     return tb__fail(TB_INVALID, "mesh dim %d: %d is not a placement", m, (int)place->kind);
 }
 
-/* Keeps the ranks, sorted too, so that a rank is found fast; or nothing but the first where they are consecutive. */
+/* Stores the ranks, and a sorted list for lookups; of consecutive ranks only the first. */
 static tb_status set_ranks(tb_layout *layout, const int32_t *ranks) {
     int32_t n = layout->nranks;
     bool consecutive = true;

@@ -29,7 +29,7 @@ size_t tb__layout_nbytes(const tb_layout *layout); /* memory in bytes */
 /* The lowest rank of the mesh that is not below `rank`; TB_NO_RANK: there is none. */
 int32_t tb__layout_rank_from(const tb_layout *layout, int32_t rank);
 
-/* Placements. What a parse makes owns its arrays, and is freed by fini. */
+/* Placements. A parsed one owns its arrays, which fini frees. */
 tb_status tb__placement_parse(const char **at, tb_placement *out);
 tb_status tb__placement_from_json(const json_t *json, tb_placement *out);
 /* Only the fields of its kind: two copies of equal placements are equal field by field. */
@@ -44,7 +44,7 @@ bool tb__reduce_op_read(const char *name, tb_reduce_op *out);
 tb_status tb__layout_from_json(const json_t *json, tb_layout **out);
 tb_status tb__shape_from_json(const json_t *json, tb_shape *out);
 
-/* One of the roles a mesh dimension can have outside the axes. */
+/* The mesh dimensions of one role outside the axes. */
 typedef struct tb__mesh_dims {
     int count;
     int64_t ways[TB_MAX_DIMS], stride[TB_MAX_DIMS];
@@ -70,7 +70,7 @@ typedef enum tb__side {
 /* Checks that the layout fits the shape. The layout must outlive the grid. */
 tb_status tb__grid_init(tb__grid *grid, const tb_layout *layout, const tb_shape *shape, tb__side side);
 void tb__grid_fini(tb__grid *grid);
-size_t tb__grid_nbytes(const tb__grid *grid); /* memory behind it; the layout is not its own */
+size_t tb__grid_nbytes(const tb__grid *grid); /* memory in bytes, without the layout */
 
 /* The largest part of any rank, per dimension, and at least the tensor's own shape. */
 tb_shape tb__grid_longest(const tb__grid *grid);

@@ -1,4 +1,4 @@
-/* Layouts: PyTorch's own, the forms they are written in, and what is wrong with wrong ones. */
+/* Layouts: PyTorch's own, their text and JSON forms, and error messages. */
 #include "layout/layout.h"
 
 #include "../tests/support/random_case.h"
@@ -167,7 +167,7 @@ static void text_forms(void **state) {
     }
 }
 
-/* Each wrong text, and a word that its sentence must have. */
+/* Each wrong text, and a word that the message must contain. */
 static void wrong_texts(void **state) {
     (void)state;
     static const struct {
@@ -210,7 +210,7 @@ static void wrong_texts(void **state) {
     }
 }
 
-/* Layouts that are fine by themselves, and shapes they do not fit. */
+/* Layouts that are valid by themselves, and shapes they do not fit. */
 static void wrong_shapes(void **state) {
     (void)state;
     static const struct {
@@ -307,7 +307,7 @@ static void bindings(void **state) {
     assert_int_equal(tb_binding_check(&b, 3), TB_INVALID);
 }
 
-/* The lowest rank that is not below another one, found by looking at all. */
+/* The lowest rank that is not below another one, against a linear search. */
 static void rank_from(void **state) {
     (void)state;
     static const char *const texts[] = {"mesh=4 place=S0", "mesh=2,2 place=S0,R ranks=7,2,9,4",

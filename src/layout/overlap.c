@@ -1,5 +1,6 @@
-/* Which bindings overlap. Those whose spans meet are compared in pairs: two of them share a byte where the difference
- * of their addresses can be made small by a choice of indices, which is one linear form for both (form.c). */
+/* Finds overlapping bindings. Those whose spans intersect are compared in pairs: two share a byte if, for some indices,
+ * the difference of their addresses is small enough. The difference is one linear form over the indices of both
+ * (form.c). */
 #include "layout/overlap.h"
 
 #include "base/mem.h"
@@ -7,7 +8,7 @@
 
 #include <inttypes.h>
 
-enum { STEPS = 1 << 20 }; /* of the search for one pair: a second or two. Usual ones take a few */
+enum { STEPS = 1 << 20 }; /* of the search for one pair, one or two seconds; usual pairs take a few */
 
 #define MOST_BYTES (INT64_C(1) << 58) /* more than an address space has */
 
@@ -19,7 +20,7 @@ typedef struct box {
     bool is_packed;
     uintptr_t first, last;     /* its span */
     int64_t start, length;     /* start: beyond the span's first byte, 0 or 1 */
-    int ndim;                  /* those which the runs leave */
+    int ndim;                  /* dims that are not part of the runs */
     tb__term dim[TB_MAX_DIMS]; /* ascending steps */
 } box;
 
@@ -67,7 +68,7 @@ tb_status tb__binding_span(const tb_binding *binding, uintptr_t *first, uintptr_
     return TB_OK;
 }
 
-/* The dims that have more than one index, ascending, in elements; how many. Directions don't matter. */
+/* Lists the dims that have more than one index, ascending, in elements and without direction. Returns their number. */
 static int list_dims(const tb_binding *binding, tb__term *out) {
     int count = 0;
     for (int d = 0; d < binding->shape.ndim; d++) {
@@ -104,9 +105,9 @@ static tb_status make_box(const tb_binding *binding, box *out) {
     return TB_OK;
 }
 
-/* Whether any half of a is a half of b. */
+/* Whether a and b have a half of a byte in common. */
 static tb_status compare_halves(const box *a, const box *b, int64_t *steps, bool *is_shared) {
-    /* Addresses in b count backwards, from its last run: then all steps are positive, and equal ones join. */
+    /* Addresses in b count backwards, from its last run: then all steps are positive, and equal steps can be merged. */
     tb__term terms[2 * TB_MAX_DIMS];
     int64_t distance = 2 * (int64_t)(b->first - a->first) + b->start - a->start; /* of b's first run from a's */
     int count = 0;
@@ -123,8 +124,8 @@ static tb_status compare_halves(const box *a, const box *b, int64_t *steps, bool
     return tb__form_reaches(terms, count, distance - (a->length - 1), distance + b->length - 1, steps, is_shared);
 }
 
-/* Whether they share a byte, where both have halves: one of them is widened to whole bytes, which takes runs that all
- * begin in the same half. */
+/* Whether two packed bindings share a byte. One of them is widened to whole bytes, which needs runs that all begin in
+ * the same half. */
 static tb_status compare_packed(const box *a, const box *b, int64_t *steps, bool *is_shared) {
     int d = 0;
     while (d < b->ndim && b->dim[d].step % 2 == 0)
@@ -133,10 +134,10 @@ static tb_status compare_packed(const box *a, const box *b, int64_t *steps, bool
     if (d == b->ndim) {
         part.length = (b->start + b->length + 1) / 2 * 2;
         part.start = 0;
-        /* Wider runs may meet. They are then gapless, which the form finds by itself. */
+        /* Wider runs may meet; the form then finds that they leave no gap. */
         return compare_halves(a, &part, steps, is_shared);
     }
-    /* Even and odd indices of the dim apart, each at twice the step. */
+    /* Compare even and odd indices of the dim separately, each at twice the step. */
     part.dim[d].step = 2 * b->dim[d].step;
     for (int odd = 0; odd < 2; odd++) {
         part.dim[d].most = (b->dim[d].most - odd) / 2;
@@ -171,8 +172,8 @@ static tb_status boxes_share_byte(const box *a, const box *b, bool *is_shared) {
     return compare_halves(a, b, &steps, is_shared);
 }
 
-/* Whether two indices lead to the same element. The first dim, from the outermost, in which they differ does so by at
- * least one step; those inside of it by anything. */
+/* Whether two indices address the same element. In the outermost dim where they differ, they differ by at least one
+ * step; in the dims inside, by anything. */
 static tb_status compare_with_itself(const tb_binding *binding, bool *is_shared) {
     tb__term dims[TB_MAX_DIMS], terms[TB_MAX_DIMS];
     int ndim = list_dims(binding, dims);

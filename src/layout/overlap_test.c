@@ -14,7 +14,7 @@
 
 enum { BASE = 1 << 20, MAP_BYTES = 1 << 16, MIDDLE = MAP_BYTES / 2, MOST_BINDINGS = 4 };
 
-/* Addresses are only counted with. */
+/* Addresses are never dereferenced. */
 static void *address(uintptr_t number) {
     return (void *)number;
 }
@@ -104,7 +104,7 @@ static tb_binding random_slice(rng *r, const tb_shape *whole, tb_dtype dtype) {
     return b;
 }
 
-/* Two strides and long dims, as a gcd is needed for. */
+/* Two strides and long dims, which need a gcd. */
 static tb_binding random_progression(rng *r) {
     tb_binding b = {.base = address(BASE), .dtype = dtypes[rng_range(r, 0, 5)], .offset = rng_range(r, -900, 900)};
     b.shape.ndim = (int)rng_range(r, 1, 2);
@@ -167,7 +167,7 @@ static void test_random(void **state) {
         nfolded += folded;
         nclose += close && !any;
     }
-    /* Each kind of case was among them, spans that meet without an overlap too. */
+    /* Every kind of case occurred, also spans that intersect without an overlap. */
     if (cases >= 1000)
         assert_true(noverlaps > cases / 10 && nfolded > cases / 20 && nclose > cases / 20);
 }
@@ -205,7 +205,7 @@ static void test_large(void **state) {
     expect(b, 2, 2, 2);
     b[1].shape.dim[0]++;
     expect(b, 2, 0, 1);
-    /* Even and odd columns; seen transposed; every third against every fifth. */
+    /* Even and odd columns; transposed; every third against every fifth. */
     b[0] = matrix(0, ROWS, COLUMNS / 2, COLUMNS, 2);
     b[1] = matrix(2, COLUMNS / 2, ROWS, 2, COLUMNS);
     expect(b, 2, 2, 2);
@@ -262,7 +262,7 @@ static void test_sentences(void **state) {
     b[0] = matrix(0, 2, -1, 2, 1);
     assert_int_equal(tb__binding_span(&b[0], &first, &last), TB_INVALID);
     assert_true(first == 1 && last == 2 && x == 7 && y == 8);
-    /* A stride that is never used, and a dim of which only one element is there. */
+    /* A stride that is never used, and a dim with one element. */
     b[0] = matrix(0, 1, 3, INT64_MIN, 1);
     expect(b, 1, 1, 1);
     b[0].shape.dim[1] = 0;

@@ -112,7 +112,7 @@ static tb_status read_lists(const char **at, parts *p) {
     return TB_OK;
 }
 
-/* What stands between a kind's parentheses. */
+/* Reads the arguments between a kind's parentheses. */
 static tb_status read_arguments(const char **at, tb_placement *out, parts *p) {
     if (out->kind == TB_PARTIAL) {
         if (!read_op(at, &out->op))
