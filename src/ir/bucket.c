@@ -1,5 +1,5 @@
 /* From chunks to buckets. Both ends of a channel do this on their own and must arrive at the same buckets, so nothing
- * here may depend on the rank that does it: chunks are sorted by what both ends know of them. */
+ * here may depend on the rank that does it: chunks are sorted by fields that both ends know. */
 #include "ir/ir.h"
 
 #include "base/int.h"
@@ -16,8 +16,8 @@ static int compare_lists(const int32_t *a, uint32_t na, const int32_t *b, uint32
     return (na > nb) - (na < nb);
 }
 
-/* What chunks of one bucket share. A reduce-only chunk is keyed by the targets of the source, like the chunk that it
- * belongs to there, so that all members of a reduction have the same order. */
+/* Compares the fields that chunks of one bucket share. A reduce-only chunk is keyed by the targets of the source, like
+ * the chunk that it belongs to there, so that all members of a reduction have the same order. */
 static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
     if (x->mode != y->mode)
         return x->mode < y->mode ? -1 : 1;

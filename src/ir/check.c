@@ -1,4 +1,4 @@
-/* Checks an IR that may have been made by anybody, and hashes what two ranks have in common. */
+/* Checks an IR from an untrusted source, and hashes the fields that two ranks have in common. */
 #include "ir/ir.h"
 
 #include "base/int.h"
@@ -25,13 +25,13 @@ static tb_status check_ranks(const char *what, const int32_t *ranks, uint32_t co
     }
     for (uint32_t i = 0; i < count && status == TB_OK; i++) {
         if (sorted[i] < 0 || sorted[i] >= TB_MAX_RANKS || (i > 0 && sorted[i] == sorted[i - 1]))
-            status = tb__fail(TB_INVALID, "rank %" PRId32 " of its %s is no rank, or there twice", sorted[i], what);
+            status = tb__fail(TB_INVALID, "rank %" PRId32 " of its %s is invalid, or listed twice", sorted[i], what);
     }
     free(sorted);
     return status;
 }
 
-/* Each target gets it from the source, perhaps by way of other targets. */
+/* Checks that each target is reached from the source, directly or by way of other targets. */
 static tb_status check_via(const tb_channel *channel, const tb_chunk *key) {
     if (!channel->via)
         return TB_OK;
@@ -55,7 +55,7 @@ static tb_status check_via(const tb_channel *channel, const tb_chunk *key) {
     return TB_OK;
 }
 
-/* What all chunks of a channel have in common, and this rank's role. */
+/* Checks the fields that all chunks of a channel share, and this rank's role. */
 static tb_status check_key(const tb_ir *ir, const tb_chunk *key) {
     bool is_target, is_source = key->source == ir->rank;
     if ((unsigned)key->mode > TB_NONE || (key->ntargets && !key->targets) ||
@@ -71,7 +71,7 @@ static tb_status check_key(const tb_ir *ir, const tb_chunk *key) {
         (key->divisor > 1 && key->op != TB_SUM))
         return tb__fail(TB_INVALID, "reduction %d with divisor %" PRIu64, (int)key->op, key->divisor);
     if (key->is_coded)
-        return tb__fail(TB_REFUSED, "its chunks are coded; only a batch knows how");
+        return tb__fail(TB_REFUSED, "its chunks are coded; only a batch can convert them");
     is_target = tb__has_int32(key->targets, key->ntargets, ir->rank);
     bool contributes = is_source || tb__has_int32(key->contributors, key->ncontributors, ir->rank);
     bool only_reduces = contributes && !is_source && !is_target;
@@ -110,7 +110,7 @@ static tb_status check_chunk(const tb_ir *ir, const tb_chunk *c) {
     for (int d = 0; d < c->ndim; d++) {
         if (c->len[d] < 1 || c->len[d] > most || c->src.start[d] < 0 || c->dst.start[d] < 0 ||
             c->src.start[d] > most - c->len[d] || c->dst.start[d] > most - c->len[d])
-            return tb__fail(TB_INVALID, "its box is wrong in dim %d", d);
+            return tb__fail(TB_INVALID, "its box is out of range in dim %d", d);
         shape.dim[d] = c->len[d];
     }
     TB_TRY(tb__wire_dtype(c->src_dtype, c->wire_dtype, c->wire_dtype, &(tb_dtype){0}));
@@ -121,13 +121,13 @@ static tb_status check_chunk(const tb_ir *ir, const tb_chunk *c) {
     return TB_OK;
 }
 
-/* What has been seen. */
+/* Chunks and ids that were checked. */
 typedef struct seen {
     bool *chunks;
     tb__index by_id;
 } seen;
 
-/* Zeros come from nobody, and nobody asks for them by their id. */
+/* Chunks of zeros have no sender, and no rank asks for them by id. */
 static tb_status check_id(const tb_ir *ir, seen *s, size_t chunk) {
     const tb_chunk *c = &ir->chunks[chunk];
     size_t probe = 0, at;
@@ -145,12 +145,13 @@ static tb_status check_bucket(const tb_ir *ir, const tb_bucket *b, const tb_chun
     for (size_t i = 0; i < b->nentries; i++) {
         const tb_bucket_entry *e = &ir->entries[b->first_entry + i];
         if (e->chunk >= ir->nchunks || s->chunks[e->chunk])
-            return tb__fail(TB_INVALID, "entry %zu has chunk %zu, which is none, or in a bucket already", i, e->chunk);
+            return tb__fail(TB_INVALID, "entry %zu has chunk %zu, which does not exist, or is in a bucket already", i,
+                            e->chunk);
         const tb_chunk *c = &ir->chunks[e->chunk];
         s->chunks[e->chunk] = true;
         tb_status status = check_chunk(ir, c);
         if (status == TB_OK && (!is_same_key(key, c) || c->group != b->group))
-            status = tb__fail(TB_INVALID, "it does not belong into this channel, or to this group");
+            status = tb__fail(TB_INVALID, "it belongs to another channel or group");
         if (status == TB_OK && (e->nbytes != c->nbytes || e->offset < end || e->offset % TB__BUCKET_ALIGN ||
                                 e->offset > (INT64_C(1) << 62) - e->nbytes))
             status =
@@ -235,12 +236,12 @@ static uint64_t hash_chunk(uint64_t h, const tb_chunk *c, const tb_bucket_entry 
     return h;
 }
 
-/* Modes, roles and places in targets are each rank's own. */
+/* Modes, roles and positions in targets differ between ranks. */
 static uint64_t hash_channel(const tb_ir *ir, const tb_channel *channel, const tb_chunk *key, uint64_t h) {
     h = tb__hash(h, (uint64_t)key->source);
     h = hash_ranks(h, key->targets, key->ntargets);
     h = hash_ranks(h, key->contributors, key->ncontributors);
-    if (key->ncontributors) /* else they mean nothing */
+    if (key->ncontributors) /* otherwise op and divisor are unused */
         h = tb__hash(tb__hash(h, key->op), key->divisor);
     for (size_t i = 0; i < channel->nbuckets; i++) {
         const tb_bucket *b = &ir->buckets[channel->first_bucket + i];
@@ -266,7 +267,7 @@ void tb__ir_hash(const tb_ir *ir, uint64_t *hashes, int32_t n) {
         const tb_channel *channel = &ir->channels[i];
         const tb_chunk *key = &ir->chunks[ir->entries[ir->buckets[channel->first_bucket].first_entry].chunk];
         uint64_t h = hash_channel(ir, channel, key, names), with_via = h;
-        if (key->mode != TB_NONE) /* who only contributes does not know the relays */
+        if (key->mode != TB_NONE) /* a rank that only contributes does not know the relays */
             with_via = hash_ranks(h, channel->via, channel->via ? key->ntargets : 0);
         if (!tb__has_int32(key->targets, key->ntargets, key->source))
             add_hash(hashes, n, key->source, with_via);

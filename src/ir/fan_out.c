@@ -4,9 +4,9 @@
 
 #include <string.h>
 
-/* Up to so many hosts, and wherever there are as many buckets as hosts, each host sends to one other: all links carry
- * every byte once, and a bucket is on its way while the next one is received. Else each sends to two, so that the last
- * one is a few steps away. */
+/* With up to so many hosts, or at least as many buckets as hosts, each host sends to one other: all links carry every
+ * byte once, and a host relays a bucket while it receives the next. Otherwise each host sends to two, so that the last
+ * one is only a few steps away. */
 enum { LONGEST_CHAIN = 4 };
 
 typedef struct target {

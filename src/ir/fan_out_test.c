@@ -1,5 +1,5 @@
-/* What is handed on from host to host goes in buckets that follow one another, the same on all who have to do with it.
- */
+/* Broadcasts relayed from host to host: their buckets follow one another, and are the same on all ranks that take
+ * part. */
 #include "ir/ir_test.h"
 
 #include <stdio.h>
@@ -122,7 +122,7 @@ static void what_is_handed_on_goes_in_buckets(void **state) {
                        .most_bytes = MIB};
     batch b = all;
     check(&b);
-    b.hosts = two_away; /* one hands on to the other, of its own host */
+    b.hosts = two_away; /* one relays to the other, on the same host */
     b.dst = "mesh=2 place=R ranks=2,3";
     check(&b);
     b.bucket_size = MIB + 2048; /* rows stay whole where they can */
@@ -148,12 +148,12 @@ static void what_is_handed_on_goes_in_buckets(void **state) {
     check(&b);
     b = all;
     b.is_coded = true;
-    b.shape = (tb_shape){2, {2, MIB / 2}}; /* rows of what is coded are never cut */
+    b.shape = (tb_shape){2, {2, MIB / 2}}; /* rows of coded tensors are never cut */
     b.nbuckets = 2;
     b.most_bytes = 2 * MIB;
     check(&b);
     b = all;
-    b.src = "mesh=2 place=P"; /* each ships a half, and contributes to the other's */
+    b.src = "mesh=2 place=P"; /* each ships a half, and contributes to the other's half */
     b.dst = "mesh=2 place=R ranks=2,3";
     b.nbuckets = 2;
     check(&b);
@@ -171,7 +171,7 @@ static void what_is_not_handed_on_stays_whole(void **state) {
     batch b = all;
     check(&b); /* hosts are not known */
     b.hosts = apart;
-    b.dst = "mesh=1 place=R ranks=1"; /* there is nobody to hand it on to */
+    b.dst = "mesh=1 place=R ranks=1"; /* there is no other target to relay it to */
     check(&b);
     b.src = "mesh=2 place=P";
     b.dst = "mesh=2 place=R ranks=2,3";
@@ -188,7 +188,7 @@ static void what_is_not_handed_on_stays_whole(void **state) {
     check(&b);
     b = all;
     b.hosts = apart;
-    b.is_coded = b.is_whole = true; /* not even for the sake of relays */
+    b.is_coded = b.is_whole = true; /* not even for relays */
     check(&b);
     b.ntensors = 2;
     b.bucket_size = 64 * MIB; /* and each alone */

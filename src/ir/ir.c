@@ -66,7 +66,7 @@ const int32_t *tb__ir_ranks(tb__owned_ir *ir, const int32_t *ranks, uint32_t cou
     return copy;
 }
 
-/* A batch on its way to chunks. */
+/* A batch that is being turned into chunks. */
 typedef struct builder {
     tb__owned_ir *ir;
     tb_plan_cache *cache;
@@ -91,7 +91,7 @@ tb_chunk_mode tb_route_mode(const tb_route *route, int32_t rank) {
     return tb__route_role(route, rank).mode;
 }
 
-/* A chunk on its way to parts of up to most_bytes. */
+/* A chunk that is being cut into parts of up to most_bytes. */
 typedef struct cutter {
     tb__owned_ir *ir;
     const tb_tensor_spec *spec; /* of a coded chunk; else it may be NULL */

@@ -32,13 +32,13 @@ const int32_t *tb__ir_ranks(tb__owned_ir *ir, const int32_t *ranks, uint32_t cou
 /* Memory in bytes. */
 size_t tb__ir_nbytes(const tb_ir *view);
 
-/* Whether mode, source and targets of a channel's chunks go together. */
+/* Whether the mode, source and targets of a channel's chunks are consistent. */
 tb_status tb__chunk_check_key(const tb_chunk *key);
 
-/* Checks an IR that may have been made by anybody: indices, offsets, ranks, roles, ids and sizes. */
+/* Checks an IR from an untrusted source: indices, offsets, ranks, roles, ids and sizes. */
 tb_status tb__ir_check(const tb_ir *ir);
 
-/* Adds to hashes[r] what the IR has in common with rank r, for ranks below n: equal at both ends if they agree. */
+/* Adds to hashes[r] a hash of the fields shared with rank r, for ranks below n: equal at both ends if they agree. */
 void tb__ir_hash(const tb_ir *ir, uint64_t *hashes, int32_t n);
 
 /* A copy, in which rank r is rank_of(arg, r); NULL: the same. */
@@ -54,8 +54,8 @@ typedef struct tb__ir_limits {
     int64_t chunk;       /* larger chunks are cut; 0: no limit */
 } tb__ir_limits;
 
-/* The most bytes that buckets of this chunk's channel may have, so that all contributions find room, and how many times
- * larger than in the wire dtype chunks count towards it. Both follow from what all members of a channel know. */
+/* The most bytes of a bucket of the chunk's channel, so that all contributions fit; and how many times larger than in
+ * the wire dtype contributions are. Both depend only on fields that all members of a channel know. */
 int64_t tb__chunk_limit(const tb_chunk *chunk, const tb__ir_limits *limits);
 int64_t tb__chunk_widening(const tb_chunk *chunk);
 

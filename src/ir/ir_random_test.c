@@ -130,7 +130,7 @@ static int64_t coded_size(const void *arg, int ndim, const int64_t *len) {
     return rows * ((ndim ? len[ndim - 1] : 1) + (int64_t)sizeof extra);
 }
 
-/* What a chunk takes in the memory of the rank that combines it, for each contributor. */
+/* The size of a chunk in the memory of the rank that combines it, for each contributor. */
 static int64_t staged_size(const tb_chunk *c) {
     int64_t elements = 1;
     if (c->is_coded) {
@@ -186,7 +186,7 @@ static void check_buckets(const tb_ir *ir, int64_t staging_bytes) {
     }
 }
 
-/* How many hosts away from the source a target is, if all who hand it on have lower ranks. */
+/* How often data changes hosts on its way to a target. Relays must have lower ranks than their receivers. */
 static int count_steps(const tb_chunk *key, const int32_t *via, const int32_t *hosts, int32_t rank) {
     if (rank == key->source)
         return 0;
@@ -196,7 +196,7 @@ static int count_steps(const tb_chunk *key, const int32_t *via, const int32_t *h
         assert_true(via[i] == key->source || via[i] < rank);
         return count_steps(key, via, hosts, via[i]) + (hosts[via[i]] != hosts[rank]);
     }
-    fail_msg("rank %d hands on what it does not get", rank);
+    fail_msg("rank %d relays data that it does not get", rank);
     return 0;
 }
 
@@ -267,7 +267,7 @@ static void make_special(tb_tensor_spec *spec, rng *r) {
     }
 }
 
-/* ---- Checks of what anybody may have made ------------------------------------------------------------------------ */
+/* ---- Checks of untrusted IRs ------------------------------------------------------------------------------------- */
 
 static bool has_coded(const tb_ir *ir) {
     for (size_t i = 0; i < ir->nchunks; i++) {
@@ -277,7 +277,7 @@ static bool has_coded(const tb_ir *ir) {
     return false;
 }
 
-/* A rank that is not in both hashes has nothing in common with the other. */
+/* Both ends of a pair have the same hash of the fields that they share. */
 static void check_hashes(tb_ir *const *ir) {
     static uint64_t hashes[NRANKS][NRANKS];
     memset(hashes, 0, sizeof hashes);
@@ -298,8 +298,8 @@ static void change_byte(void *items, size_t count, size_t size, rng *r) {
         ((unsigned char *)items)[rng_range(r, 0, (int64_t)(count * size) - 1)] ^= (unsigned char)rng_range(r, 1, 255);
 }
 
-/* A byte of it is changed, but for pointers and how far they reach: it is refused, or still an IR, which can be copied
- * and has other hashes only. */
+/* Changes a byte, but not pointers and counts of ranks. Either the check refuses the IR, or it can still be copied and
+ * hashed. */
 static void check_changed(const tb_ir *ir, rng *r) {
     tb_ir *copy, *again;
     assert_int_equal(tb__ir_copy(ir, NULL, NULL, &copy), TB_OK);

@@ -1,4 +1,4 @@
-/* The IR: roles are told apart from modes, buckets have their bounds, wrong batches and dumps are found. */
+/* The IR: roles are distinct from modes, buckets have limits, wrong batches and dumps are refused. */
 #include "ir/ir_test.h"
 
 #include <stdio.h>
@@ -75,7 +75,7 @@ static void bucket_sizes(void **state) {
     tb_ir_destroy(ir);
 }
 
-/* A rank that combines holds what all contribute to a bucket, before the cast to the wire dtype: the staging memory is
+/* A rank that combines holds all contributions to a bucket, before the cast to the wire dtype: the staging memory is
  * divided among them. */
 static void contributions_fit_into_staging_memory(void **state) {
     (void)state;
@@ -124,7 +124,7 @@ static void contributions_fit_into_staging_memory(void **state) {
     tb_layout_destroy(dst);
 }
 
-/* Groups go in their order, not in that of names, and share no bucket; names keep their numbers. */
+/* Groups are in their own order, not in that of names, and share no bucket; names keep their numbers. */
 static void groups_are_apart(void **state) {
     (void)state;
     tb_layout *src, *dst;
@@ -354,7 +354,7 @@ static void replace(char *text, const char *from, const char *to) {
         *at++ = *to++;
 }
 
-/* Numbers that are good by themselves and overflow together. */
+/* Numbers that are valid alone and overflow together. */
 static void huge_dumps(void **state) {
     (void)state;
     static const struct {
@@ -378,7 +378,7 @@ static void huge_dumps(void **state) {
     }
 }
 
-/* Each falsification of a good dump is found. */
+/* Each change to a valid dump is detected. */
 static void wrong_dumps(void **state) {
     (void)state;
     static const struct {
@@ -400,7 +400,7 @@ static void wrong_dumps(void **state) {
         {"\"src_dtype\":\"f32\"", "\"src_dtype\":12345", "'src_dtype' is missing"},
         {"\"is_source\":true", "\"is_source\":null", "true or false"},
         {"\"group\":0", "\"grope\":0", "'group' is missing"},
-        {"\"max_in_flight\":2", "\"via\":[1],\"yyy\":1", "'via' does not say"},
+        {"\"max_in_flight\":2", "\"via\":[1],\"yyy\":1", "'via' does not name"},
     };
     char *json;
     tb_ir *ir = make(0, "mesh=1 place=R", "mesh=1 place=R ranks=1", (tb_shape){1, {100}}, TB_F32, 848);

@@ -1,4 +1,4 @@
-/* What the tests of the IR share. */
+/* Helpers of the IR's tests. */
 #ifndef TB_IR_IR_TEST_H
 #define TB_IR_IR_TEST_H
 
@@ -15,7 +15,7 @@ static inline const tb_chunk *key_of(const tb_ir *ir, const tb_channel *channel)
     return &ir->chunks[ir->entries[ir->buckets[channel->first_bucket].first_entry].chunk];
 }
 
-/* They read back, and are the same then. */
+/* Dumps can be parsed, and the result has the same dumps. */
 static inline void check_dumps(const tb_ir *ir) {
     char *json, *again, *text;
     tb_ir *parsed;

@@ -194,8 +194,7 @@ static tb_status read_via(tb__owned_ir *ir, const json_t *json, const tb_chunk *
             is_known |= (*out)[i] == key->targets[j] && key->targets[j] < key->targets[i];
         is_complete = is_known;
     }
-    return is_complete ? TB_OK
-                       : tb__fail(TB_INVALID, "'via' does not say for each target of a BROADCAST who sends to it");
+    return is_complete ? TB_OK : tb__fail(TB_INVALID, "'via' does not name the sender of each target of a BROADCAST");
 }
 
 static tb_status read_channel(tb__owned_ir *ir, const json_t *json) {

@@ -1,5 +1,5 @@
 /* The plan cache: a model has thousands of tensors and a dozen distinct (layouts, shape), so plans and each rank's
- * routes are worked out once and shared. It grows until its owner drops what was not used for long. */
+ * routes are computed once and shared. It grows until its owner drops entries that were not used for long. */
 #include "plan/plan.h"
 
 #include "base/index.h"
@@ -9,11 +9,11 @@
 
 typedef struct plan_entry {
     tb_plan *plan;
-    uint64_t hash, used; /* when it was */
+    uint64_t hash, used; /* used: the time stamp of the last use */
 } plan_entry;
 
 typedef struct routes_entry {
-    const tb_plan *plan; /* was used as late as they were, or later */
+    const tb_plan *plan; /* its `used` is not below that of its routes */
     int32_t rank;
     uint64_t rotation;
     uint64_t hash, used;
@@ -69,7 +69,7 @@ tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb
     return TB_OK;
 }
 
-/* A copy without the scratch memory that working routes out takes. */
+/* A copy without the scratch memory of planning. */
 static tb_status copy_compact(const tb_routes *from, tb_routes **out) {
     tb_routes *copy;
     TB_TRY(tb_routes_create(&copy));

@@ -64,7 +64,7 @@ static tb_status list_of(const tb__axis *axis, int32_t coord, list_memo *memo, t
     return TB_OK;
 }
 
-/* The span in which a position lies; count if it is past the end. */
+/* The span that contains a position; count if it is past the end. */
 static size_t span_at(tb__spans list, int64_t position) {
     size_t i = 0;
     TB_BISECT(i, list.count, list.item[i].offset + (list.item[i].stop - list.item[i].start) > position);
@@ -96,19 +96,23 @@ static bool same_indices(tb__spans x, int64_t a, tb__spans y, int64_t b, int64_t
 static tb_status check_contributors(const checker *c, const tb_route *route, const tb__place *source) {
     const tb__grid *grid = &c->plan->src;
     if (grid->partial.count == 0)
-        return route->ncontributors == 0 ? TB_OK : tb__fail(TB_INTERNAL, "contributors of what is not Partial");
+        return route->ncontributors == 0
+                   ? TB_OK
+                   : tb__fail(TB_INTERNAL, "the route has contributors, but the source is not Partial");
     if (route->ncontributors != (uint64_t)grid->partial.size)
-        return tb__fail(TB_INTERNAL, "%" PRIu32 " contributors of %" PRId64, route->ncontributors, grid->partial.size);
+        return tb__fail(TB_INTERNAL, "the route has %" PRIu32 " contributors, not %" PRId64, route->ncontributors,
+                        grid->partial.size);
     for (uint32_t i = 0; i < route->ncontributors; i++) {
         tb__place place = *source;
         place.part = (int32_t)i;
         if (route->contributors[i] != tb__grid_rank(grid, &place))
-            return tb__fail(TB_INTERNAL, "contributor %" PRIu32 " is rank %" PRId32, i, route->contributors[i]);
+            return tb__fail(TB_INTERNAL, "contributor %" PRIu32 " is the wrong rank, %" PRId32, i,
+                            route->contributors[i]);
     }
     return TB_OK;
 }
 
-/* A route as its target sees it: the source must hold just those indices at just that place. */
+/* Checks a route of a target: at the given positions, the source must hold the same indices. */
 static tb_status check_source(checker *c, const tb_route *route, const tb__place *target) {
     const tb_plan *plan = c->plan;
     tb__place source;
@@ -120,7 +124,8 @@ static tb_status check_source(checker *c, const tb_route *route, const tb__place
         TB_TRY(list_of(&plan->dst.axis[d], target->coord[d], &c->dst[d], &to));
         if (!same_indices(from, route->src.start[d], to, route->dst.start[d], route->len[d]))
             return tb__fail(TB_INTERNAL,
-                            "rank %" PRId32 " does not hold at %" PRId64 " what is wanted at %" PRId64 " of dim %d",
+                            "rank %" PRId32 " holds other indices at %" PRId64 " than the target at %" PRId64
+                            ", dim %d",
                             route->source, route->src.start[d], route->dst.start[d], d);
     }
     return check_contributors(c, route, &source);
@@ -142,7 +147,7 @@ static bool boxes_overlap(const tb_route *a, const tb_route *b, int ndim) {
     return true;
 }
 
-/* Sweeps along the dim that tells the boxes apart best. */
+/* Sweeps along the dim that separates the boxes best. */
 static tb_status check_disjoint(checker *c) {
     int ndim = c->plan->shape.ndim;
     size_t n = c->boxes.count, most = 0;
@@ -180,7 +185,7 @@ static tb_status check_box(const tb_plan *plan, const tb_route *route) {
     int64_t volume = 1;
     for (int d = 0; d < plan->shape.ndim; d++) {
         if (route->len[d] < 1)
-            return tb__fail(TB_INTERNAL, "an empty box");
+            return tb__fail(TB_INTERNAL, "a box is empty");
         volume *= route->len[d];
     }
     return volume == route->nelements
@@ -203,7 +208,7 @@ static tb_status check_rank(checker *c, int32_t rank) {
         TB_TRY(check_box(plan, route));
         if (mine) {
             if (route->source == TB_NO_RANK ? place.part == 0 : place.part != 0)
-                return tb__fail(TB_INTERNAL, "zeros and values are mixed up");
+                return tb__fail(TB_INTERNAL, "the target gets values instead of zeros, or zeros instead of values");
             if (route->source != TB_NO_RANK)
                 TB_TRY(check_source(c, route, &place));
             covered += route->nelements;
@@ -222,7 +227,7 @@ static tb_status check_rank(checker *c, int32_t rank) {
             add_fingerprint(&c->contributed, plan, route, rank);
     }
     if (covered != wanted)
-        return tb__fail(TB_INTERNAL, "%" PRId64 " elements are written where %" PRId64 " are wanted", covered, wanted);
+        return tb__fail(TB_INTERNAL, "%" PRId64 " elements are written, not %" PRId64, covered, wanted);
     return check_disjoint(c);
 }
 
@@ -239,9 +244,9 @@ static tb_status check_all(checker *c) {
         }
     }
     if (!same_fingerprint(c->received, c->sent))
-        return tb__fail(TB_INTERNAL, "what is sent is not what is received");
+        return tb__fail(TB_INTERNAL, "senders and receivers have different routes");
     if (!same_fingerprint(c->combined, c->contributed))
-        return tb__fail(TB_INTERNAL, "what is contributed is not what is combined");
+        return tb__fail(TB_INTERNAL, "contributors and the ranks that combine have different routes");
     return TB_OK;
 }
 

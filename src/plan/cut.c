@@ -4,7 +4,7 @@
 #include "base/dtype.h"
 
 enum {
-    SLICES_PER_PART = 64,   /* how finely a cut should be able to divide what one member sends */
+    SLICES_PER_PART = 64,   /* how finely a cut should be able to divide a member's part */
     SLIVERS_PER_PART = 128, /* less than this fraction of a part is not worth a chunk of its own ... */
     SMALLEST_PART = 4096,   /* ... in parts of at least so many elements */
 };
@@ -39,7 +39,7 @@ tb__slicing tb__slicing_choose(const tb_plan *plan, const tb__cuts *c, const tb_
     return best;
 }
 
-/* The slice of what begins at `position` that is nearest to `from`. */
+/* The slice boundary nearest to `from`, of a pair that begins at `position`. */
 static int64_t nearest_slice(const tb__slicing *slicing, tb__wide from, tb__wide position) {
     tb__wide end = position + slicing->slice * (uint64_t)slicing->nslices;
     if (from < position + slicing->lo)

@@ -37,10 +37,10 @@ static inline int64_t tb__member_part(int64_t m, int64_t n, uint64_t rotation) {
     return (int64_t)(((uint64_t)m + (uint64_t)n - rotation % (uint64_t)n) % (uint64_t)n);
 }
 
-/* `weight`: elements that the whole of it has on the line. */
+/* `weight`: the number of elements that the whole pair, or cell, has on the line. */
 tb__slicing tb__slicing_choose(const tb_plan *plan, const tb__cuts *c, const tb__cell *cell, tb__wide weight);
 
-/* The slices [lo, hi) that part k gets of what begins at `position`; lo == hi if none. */
+/* The slices [lo, hi) that part k gets of the pair, or cell, that begins at `position`; lo == hi if none. */
 typedef struct tb__slices {
     int64_t lo, hi;
     bool is_whole;

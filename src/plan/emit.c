@@ -30,7 +30,7 @@ typedef struct runs {
     size_t count;
 } runs;
 
-/* Of the indices that the runs hold, in their order, keeps [lo, hi). */
+/* Keeps the indices [lo, hi) of those that the runs hold, in their order. */
 static tb_status trim_runs(runs *r, int64_t lo, int64_t hi, tb__arena *arena) {
     tb__run *kept = tb__arena_alloc(arena, r->count, sizeof *kept);
     size_t count = 0;
@@ -106,7 +106,7 @@ tb_status tb__set_source(tb__walk *w, const tb__replica_set *set, int64_t m, tb_
         return TB_OK;
     int32_t unused[TB_MAX_DIMS];
     int32_t first = tb__holder_rank(src, set->cls, nparts, m - m % nparts, unused);
-    if (!w->contributors.ranks || w->contributors.first != first) { /* the first tells the others */
+    if (!w->contributors.ranks || w->contributors.first != first) { /* the first rank identifies the list */
         int32_t *ranks = tb__arena_alloc(w->arena, (size_t)nparts, sizeof *ranks);
         if (!ranks)
             return TB_NO_MEMORY;
@@ -138,13 +138,13 @@ tb__receivers tb__receivers_of(const tb_plan *plan, const tb__replica_set *set, 
     return r;
 }
 
-/* The number among all receivers of the q-th that the line serves. */
+/* The position among all receivers of the q-th one that the line serves. */
 static int64_t served_index(const tb__receivers *r, int64_t q) {
     return q + (int64_t)tb__absent_upto(r->absent, q);
 }
 
-/* All receivers of a cell but the absent one, beginning after it. In a cell that all source ranks want, each source
- * omits itself; a list of their own for each would take the square of their number. */
+/* Sets the targets to all receivers of a cell but the absent one, beginning after it. If all source ranks want a cell,
+ * each omits itself; a separate list for each would take memory quadratic in their number. */
 static tb_status set_others(tb__walk *w, const tb__receivers *r, const int32_t *own, tb__parties *who) {
     const tb__grid *dst = &w->plan->dst;
     int64_t n = r->count + 1, absent = r->absent->index[0];
@@ -182,7 +182,7 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
         for (int64_t q = first + 1; q <= last; q++)
             w->memo.ranks[q - first] = tb__holder_rank(dst, r->cls, 1, served_index(r, q), unused);
         memcpy(w->memo.cls, r->cls, sizeof r->cls);
-        w->memo.absent = r->absent; /* one of the walk's: those of no two replica sets are at the same address */
+        w->memo.absent = r->absent; /* allocated for this walk, so that its address identifies the replica set */
         w->memo.first = first;
         w->memo.last = last;
     }

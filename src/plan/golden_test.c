@@ -1,4 +1,4 @@
-/* Plans against Megatron's: every element comes from the rank and the place that its planner says. */
+/* Plans against Megatron's: every element comes from the rank and the place that Megatron's planner lists. */
 #include "plan/plan.h"
 
 #include <setjmp.h>

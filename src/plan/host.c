@@ -1,5 +1,5 @@
 /* Receivers that have a member of the replica set on their own host are served by the members there: each such host has
- * a line of its own, short enough to be walked. */
+ * its own line, short enough to walk. */
 #include "plan/walk.h"
 
 #include <string.h>
@@ -67,8 +67,8 @@ static bool is_own(const tb__walk *w, const host_line *line, const pair *p) {
            memcmp(p->holder, line->holder, nbytes) == 0;
 }
 
-/* Adds what member `m` gives to pairs[0 .. count-1], which get the same slices of one cell, if it concerns this rank.
- */
+/* Adds the routes by which member `m` sends pairs[0 .. count-1] the same slices of one cell, if this rank takes
+ * part. */
 static tb_status emit_pairs(tb__walk *w, const tb__replica_set *set, const tb__cell *cell, const host_line *line,
                             int64_t m, const pair *pairs, size_t count, const tb__slicing *slicing,
                             const tb__slices *slices) {
@@ -109,7 +109,7 @@ static tb_status walk_line(tb__walk *w, const tb__replica_set *set, const host_l
             tb__slices s = tb__part_slices(c, &slicing, k, position);
             if (s.lo == s.hi)
                 continue;
-            if (s.is_whole && !repeats) { /* those after it who get the same from the same member */
+            if (s.is_whole && !repeats) { /* later pairs that get the same from the same member */
                 tb__wide p = position + volume;
                 while (next < line->npairs && line->pairs[next].cell == at &&
                        tb__part_slices(c, &slicing, k, p).is_whole) {

@@ -74,7 +74,7 @@ tb_status tb__pairing_runs(const tb_plan *plan, int d, tb__pairing *pairing, int
         return TB_OK;
     tb__spans src = pairing->src, dst = pairing->dst;
     int32_t nholders = tb__axis_nholders(&plan->dst.axis[d], pairing->dst_class);
-    size_t i = 0, j = 0; /* the shorter list leads; the longer one is entered by bisection */
+    size_t i = 0, j = 0; /* walk the shorter list, and search the longer one */
     if (src.count && dst.count) {
         tb__spans longer = src.count > dst.count ? src : dst;
         int64_t first = src.count > dst.count ? dst.item[0].start : src.item[0].start;

@@ -4,8 +4,8 @@
 
 #include "plan/plan.h"
 
-/* Whether a cell stands on the line once, with all the receivers that the line serves, and not once for each: where
- * hosts are known, those are on other hosts than all members, and what they get leaves the members' hosts once. */
+/* Whether a cell stands on the line once, with all receivers that the line serves, and not once for each. It does where
+ * hosts are known: no member is on these receivers' hosts, and their data leaves the members' hosts once. */
 static inline bool tb__counts_once(const tb_plan *plan) {
     return plan->hosts && plan->src.partial.count == 0;
 }
@@ -53,7 +53,7 @@ typedef struct tb__absent {
     int64_t volume;
     const int64_t *index; /* numbers among the cell's receivers, ascending */
     size_t count;
-    tb__wide weight; /* elements that the line is shorter by */
+    tb__wide weight; /* elements by which they shorten the line */
 } tb__absent;
 
 typedef struct tb__replica_set {
@@ -110,15 +110,15 @@ void tb__cell_classes(const tb_plan *plan, const tb__cell *cell, int32_t *cls);
  * target classes. */
 void tb__replica_set_cell(const tb_plan *plan, const tb__replica_set *set, const int32_t *cls, tb__pairing *pairing,
                           tb__cell *cell);
-/* The lists, which boxes are made from. */
+/* Fills in the target classes' lists, which boxes are made from. */
 tb_status tb__cell_lists(const tb_plan *plan, tb__cell *cell, tb__arena *arena);
 
-/* How many absent receivers stand before receiver `index`, and before the one that `served` served ones stand before.
- * `absent` may be NULL. */
+/* The number of absent receivers before receiver `index`, and before the next one after `served` served ones. `absent`
+ * may be NULL. */
 size_t tb__absent_before(const tb__absent *absent, int64_t index);
 size_t tb__absent_upto(const tb__absent *absent, int64_t served);
 
-/* From a position on the line to that on the line without absences. */
+/* Converts a position on the line to one on the line without absences. */
 tb__wide tb__line_expand(const tb_plan *plan, const tb__replica_set *set, tb__wide position);
 
 #endif

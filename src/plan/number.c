@@ -2,7 +2,7 @@
  * follow from the target's boxes alone.
  *
  * Where no cell is ever cut among replicas, a target's boxes are a product of per-axis runs, and the index has a closed
- * form: a source with a thousand targets need not list the boxes of each. Otherwise the target's boxes are listed. */
+ * form: a source with a thousand targets does not list the boxes of each. Otherwise the target's boxes are listed. */
 #include "plan/line.h"
 
 #include "base/index.h"

@@ -7,7 +7,8 @@
 
 #include <inttypes.h>
 
-/* Where replica sets differ in size, rotations would repeat late or never; a bounded number keeps the cache bounded. */
+/* The period of rotations; if replica sets differ in size, the exact one may be very long. A bounded one keeps the
+ * cache bounded. */
 enum { ROTATIONS = 64 };
 
 static tb_status check_partial(const tb_layout *layout, tb_dtype dtype, const char *side) {
@@ -47,11 +48,12 @@ static tb_status check_packing(const tb__grid *grid, const char *side) {
     return status;
 }
 
-/* An index the target wants and no source holds. Because layouts are products, dims can be looked at one by one. */
+/* Finds an index that the target wants and no source holds. Because layouts are products, each dim can be checked
+ * alone. */
 static tb_status check_coverage(const tb_plan *plan) {
     for (int d = 0; d < plan->shape.ndim; d++) {
         if (plan->shape.dim[d] == 0 || tb__axis_nclasses(&plan->dst.axis[d]) == 0)
-            return TB_OK; /* nothing is wanted at all */
+            return TB_OK; /* nothing is wanted */
     }
     for (int d = 0; d < plan->shape.ndim; d++) {
         const tb__axis_table *wanted = plan->dst.axis[d].table;

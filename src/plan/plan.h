@@ -3,11 +3,11 @@
  * Vocabulary: a *replica set* is the source ranks that hold one cell of the source grid (a class per axis); any of them
  * can send its elements. A *cell* here is where a replica set's cell and a cell of the target grid meet: a product of
  * index lists, which every *receiver* (a rank that holds the target's cell) gets. A replica set's *line* is its (cell,
- * receiver) pairs laid end to end, cells in lexicographic order of target classes and receivers inside; cut into as
- * many equal parts as the replica set has members, it tells each member what to send. Where hosts are known, and at a
- * Partial source, a cell stands there with all its receivers together; where hosts are known, a short line has fewer
- * parts than members. Because both grids are products, a position on the line is a sum of products of per-axis counts,
- * so that a rank finds its positions without walking the line. */
+ * receiver) pairs laid end to end, cells in lexicographic order of target classes and receivers inside. It is cut into
+ * as many equal parts as the replica set has members, and each member sends one part. Where hosts are known, and at a
+ * Partial source, a cell is on the line once, for all its receivers together; where hosts are known, a short line has
+ * fewer parts than members. Because both grids are products, a position on the line is a sum of products of per-axis
+ * counts, so that a rank finds its positions without walking the line. */
 #ifndef TB_PLAN_PLAN_H
 #define TB_PLAN_PLAN_H
 
@@ -49,7 +49,7 @@ tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *
 
 void tb__replica_set_memory_destroy(struct tb__replica_set_memory *memory);
 
-/* For each route, the index of its box among all boxes of its first target, by offset: what ids are made of. The array
+/* For each route, the index of its box among all boxes of its first target, by offset; ids are made from it. The array
  * has one element per route, and the caller frees it. */
 tb_status tb__plan_number(const tb_plan *plan, uint64_t rotation, const tb_routes *routes, uint32_t **out);
 

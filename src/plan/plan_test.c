@@ -162,8 +162,8 @@ static bool has_source_on(const random_case *c, int64_t element, const int32_t *
     return false;
 }
 
-/* How many times an element has to be sent: to each who wants it; with hosts, once, to those who have no source on
- * theirs. */
+/* How many times an element has to be sent: once for each receiver; with hosts, once for all that have no source on
+ * their host. */
 static int64_t count_sends(const random_case *c, int64_t element, const int32_t *hosts) {
     int64_t wanted = 0;
     for (int32_t m = 0; m < c->dst.nranks; m++) {
@@ -204,8 +204,8 @@ static void find_groups(const random_case *c, int64_t nelements, const int32_t *
     }
 }
 
-/* The bound: all that a group must send, over its members; or the least part of it, where that is more. Also tells
- * whether the groups have members in common, which only Explicit sources can bring about. */
+/* The bound: the bytes that a group must send, divided by its members; or the smallest part, if that is larger. Also
+ * finds whether groups have members in common, which happens only with Explicit sources. */
 static int64_t naive_bound(int64_t least, bool *groups_meet) {
     int64_t bound = 0;
     *groups_meet = false;
@@ -255,8 +255,8 @@ static bool has_repeats(const random_case *c) {
     return false;
 }
 
-/* Each element that goes to other hosts is sent by one rank, in one broadcast, to all ranks that have no source of it
- * on their host; and the members of a group share what they send there, but in no smaller parts than make sense. */
+/* Each element for other hosts is sent by one rank, in one broadcast, to all ranks without a source of it on their
+ * host. The members of a group share the sends, but in parts no smaller than the minimum. */
 static void check_once(const random_case *c, const tb_plan *plan, const int32_t *hosts, uint64_t rotation,
                        tb_routes *routes) {
     static uint64_t reached[MAX_ELEMENTS]; /* the targets of the broadcast, by number in the mesh */
@@ -297,7 +297,7 @@ static void check_once(const random_case *c, const tb_plan *plan, const int32_t 
         }
         assert_int_equal(reached[e], far);
     }
-    for (int32_t m = 0; m < c->dst.nranks; m++) { /* who receives it knows who sends it */
+    for (int32_t m = 0; m < c->dst.nranks; m++) { /* the receiver knows the sender */
         const part *target = &parts[1][m];
         assert_int_equal(tb_plan_routes(plan, target->rank, rotation, routes), TB_OK);
         for (size_t i = 0; i < tb_routes_count(routes); i++) {
@@ -329,11 +329,11 @@ static void check_hosts(const random_case *c, const tb_layout *src, const tb_lay
     int64_t nhosts = rng_range(r, 2, 8);
     for (size_t i = 0; i < 128; i++)
         hosts[i] = (int32_t)rng_range(r, 0, nhosts - 1);
-    if (rng_range(r, 0, 1)) { /* sources on few of them, so that others have none */
+    if (rng_range(r, 0, 1)) { /* sources on few hosts, so that others have none */
         for (int32_t m = 0; m < c->src.nranks; m++)
             hosts[parts[0][m].rank] = (int32_t)rng_range(r, 0, 1);
     }
-    /* Lines of a few bytes are cut, too: as finely as can be, or so that some have fewer parts than members. */
+    /* Lines of a few bytes are cut, too: as finely as possible, or so that some have fewer parts than members. */
     tb__min_part_nbytes = (int64_t[]){1, rng_range(r, 2, 64), rng_range(r, 64, 2048)}[rng_range(r, 0, 2)];
     tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 128};
     tb_plan *plan;

@@ -65,7 +65,8 @@ static void busiest_sender_and_chunks(void **state) {
             moving++;
             close += ratio <= 1.05;
             worst = ratio > worst ? ratio : worst;
-            /* Nobody can send less than an element: a line of one, divided by two, is the one case beyond 1.5. */
+            /* Nobody can send less than an element: a line of one element over two members is the only case beyond
+             * 1.5. */
             if (ratio > 1.5 && stats.max_send - stats.min_max_send >= (int64_t)sizeof(uint16_t)) {
                 printf("TB_SEED=%" PRIu64 " TB_CASES=1: %.3f of the bound\n", seed + (uint64_t)i, ratio);
                 fail();

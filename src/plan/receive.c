@@ -1,10 +1,10 @@
-/* What a rank receives: it computes the positions of its (cell, receiver) pairs on the replica sets' lines, and from
- * these the members that serve it. */
+/* Routes that a rank receives: it computes the positions of its (cell, receiver) pairs on the replica sets' lines, and
+ * from these the members that serve it. */
 #include "plan/walk.h"
 
 #include <string.h>
 
-/* A cell of which this rank is receiver number `index`, served from the line. */
+/* Adds the routes of a cell of which this rank is receiver number `index`, served from the line. */
 static tb_status receive_from_line(tb__walk *w, const tb__replica_set *set, const tb__cell *cell, int64_t index,
                                    const int32_t *own) {
     tb__receivers r = tb__receivers_of(w->plan, set, cell);
@@ -59,7 +59,7 @@ static tb_status receive_cell(tb__walk *w, const tb__place *place, const tb__cel
     return receive_from_line(w, &set, cell, tb__holder_index(&plan->dst, cls, 1, own, place->copy, 0), own);
 }
 
-/* A target rank of a Partial(sum) dim that is not the first: it holds zeros. */
+/* Adds the route of a target rank of a Partial(sum) dim that is not the first: it holds zeros. */
 static tb_status receive_zeros(tb__walk *w, const tb__place *place) {
     tb_route route = {.source = TB_NO_RANK, .ntargets = 1, .nelements = 1};
     for (int d = 0; d < w->plan->shape.ndim; d++) {

@@ -1,4 +1,4 @@
-/* Replica sets: their members, and the absent receivers, which their lines do not serve.
+/* Replica sets: their members, and absent receivers, which their lines do not serve.
  *
  * Which receivers are absent depends on the ranks of both meshes, which may be in any order, so there is no closed
  * form: every member is checked. It does not depend on the shape, so it is cached from tensor to tensor. */
@@ -22,7 +22,7 @@ static tb_status overlapping_slots(const tb_plan *plan, const tb__replica_set *s
     const tb__axis *axis = &plan->dst.axis[d];
     TB_TRY(tb__axis_slots(axis, coord, arena, out, count));
     if (!axis->table)
-        return TB_OK; /* one slot, and whether it meets the replica set depends on the shape */
+        return TB_OK; /* one slot; whether it overlaps the replica set depends on the shape */
     tb__slot *kept = tb__arena_alloc(arena, *count, sizeof *kept);
     if (!kept)
         return TB_NO_MEMORY;
@@ -38,7 +38,7 @@ static tb_status overlapping_slots(const tb_plan *plan, const tb__replica_set *s
     return TB_OK;
 }
 
-/* Adds what a target rank could want of the replica set. */
+/* Adds the target rank's receivers that could overlap the replica set at some shape. */
 static tb_status add_wants(const tb_plan *plan, const tb__replica_set *set, int32_t rank, receiver_list *list,
                            tb__arena *arena) {
     tb__place place;
@@ -68,7 +68,7 @@ static tb_status add_wants(const tb_plan *plan, const tb__replica_set *set, int3
     return TB_OK;
 }
 
-/* Adds what the target ranks on a host could want of the replica set. */
+/* The same for all target ranks on a host. */
 static tb_status add_host(const tb_plan *plan, const tb__replica_set *set, int32_t host, receiver_list *list,
                           tb__arena *arena) {
     size_t i = 0, ntargets = (size_t)plan->dst_layout->nranks;
@@ -100,7 +100,7 @@ static tb_status find_absent(const tb_plan *plan, const tb__replica_set *set, re
     return TB_OK;
 }
 
-/* The same, gathered cell by cell. */
+/* The same, grouped by cell. */
 typedef struct run {
     int32_t cls[TB_MAX_DIMS];
     size_t first, count; /* in index */
@@ -158,7 +158,7 @@ enum { MEMORY_SLOTS = 256, MEMORY_RECEIVERS = 1 << 20 };
 struct tb__replica_set_memory {
     memory slot[MEMORY_SLOTS]; /* by hash; a new entry replaces the old one */
     size_t nreceivers;
-    absentees last; /* of a replica set that can't be remembered */
+    absentees last; /* of a replica set that can't be cached */
 };
 
 static void forget_absentees(struct tb__replica_set_memory *memories, memory *m) {
@@ -221,7 +221,7 @@ static tb_status find_or_list_absentees(const tb_plan *plan, const tb__replica_s
     return TB_OK;
 }
 
-/* Takes the absent receivers off the line, where they have anything in common with the replica set at this shape. */
+/* Removes absent receivers that have indices in common with the replica set at this shape from the line. */
 static tb_status set_absent(const tb_plan *plan, tb__replica_set *set, const absentees *absent, tb__arena *arena) {
     set->absent = tb__arena_alloc(arena, absent->nruns, sizeof *set->absent);
     if (!set->absent)
@@ -246,7 +246,7 @@ static tb_status set_absent(const tb_plan *plan, tb__replica_set *set, const abs
     return TB_OK;
 }
 
-int64_t tb__min_part_nbytes = 256 << 10; /* less is not worth a chunk of its own to every receiver */
+int64_t tb__min_part_nbytes = 256 << 10; /* smaller parts are not worth a chunk of their own to every receiver */
 
 /* Where cells count once, every cut costs each receiver of the cell a chunk. Short lines need not be cut to keep all
  * members busy: tensors of a batch take turns with the member they begin with. */

@@ -1,11 +1,10 @@
-/* What one rank sends and receives: its place on the lines of the replica sets it has to do with, turned into routes.
- * Sender and receiver each find their own place, and cut a pair at the same slices, so the two lists agree without
- * communication. */
+/* The routes that one rank sends and receives, from its positions on the lines of replica sets. Sender and receiver
+ * each compute their own positions, and cut a pair at the same slices, so the two lists agree without communication. */
 #include "plan/walk.h"
 
 static _Thread_local int merge_dim, merge_ndim; /* qsort has no argument for them */
 
-/* Brings boxes together that differ along merge_dim only, the first first. */
+/* Orders boxes so that those which differ along merge_dim only are neighbours, in ascending order. */
 static int compare_for_merge(const void *a, const void *b) {
     const tb_route *x = a, *y = b;
     if (x->source != y->source)

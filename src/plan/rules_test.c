@@ -115,7 +115,7 @@ static void equal_boxes_are_one_broadcast(void **state) {
     tb_plan_stats_fini(&s);
 }
 
-/* Cells are numbered row-major in grids whose shape programs can ask for; a route's mode depends on who asks. */
+/* Cells are numbered row-major in grids whose shape the API returns; a route's mode depends on the rank that asks. */
 static void routes_say_their_cells_and_modes(void **state) {
     (void)state;
     tb_plan *plan;
@@ -164,7 +164,7 @@ static void neighbours_are_merged(void **state) {
     tb_plan_stats_fini(&s);
 }
 
-/* 4096 columns over 3 are not quite even; nobody sends a single column for that. */
+/* 4096 columns do not divide by 3; nobody sends a single column because of that. */
 static void slivers_are_not_cut_off(void **state) {
     (void)state;
     tb_plan_stats s = stats_of("mesh=2,4 place=R,S0", "mesh=2,3 place=R,S1 ranks=8..13", "4096,4096", TB_BF16, NULL);
@@ -208,7 +208,7 @@ static void the_same_host_comes_first(void **state) {
     tb_plan_destroy(plan);
 }
 
-/* What ranks without a source on their host want leaves the sources' hosts once, and the replicas share it. */
+/* Data for ranks without a source on their host leaves the sources' hosts once, and the replicas share the sends. */
 static void other_hosts_are_sent_to_once(void **state) {
     (void)state;
     static const struct {
@@ -225,7 +225,7 @@ static void other_hosts_are_sent_to_once(void **state) {
         {"mesh=2 place=R", "mesh=2,2 place=S0,R ranks=2..5", {0, 0, 0, 1, 1, 1}, {192, 192}, 512},
         /* Rank 0 sends its half to rank 2, which is beside it, and to rank 3; rank 1 sends its own to both at once. */
         {"mesh=2 place=S0", "mesh=2 place=R ranks=2,3", {0, 1, 0, 2}, {256, 128}, 512},
-        /* The last third of it is wanted twice, and counts once. */
+        /* Its last third goes to two ranks, and counts once. */
         {"mesh=3 place=R",
          "mesh=2 place=Explicit(0, 0-196608; 131072-196608) ranks=3,4",
          {0, 0, 0, 1, 1},
@@ -245,7 +245,7 @@ static void other_hosts_are_sent_to_once(void **state) {
     }
 }
 
-/* What other hosts want of little is not cut among all replicas, and tensors take turns among them. */
+/* A small tensor for other hosts is not cut among all replicas; tensors of a batch take turns among them. */
 static void little_is_not_cut_for_other_hosts(void **state) {
     (void)state;
     enum { NREPLICAS = 70, NRANKS = 73 }; /* three targets */
@@ -325,7 +325,7 @@ static void huge_plans(void **state) {
                      TB_OK);
     assert_int_equal(tb_plan_check(plan), TB_OK);
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
-    assert_int_equal(stats.send_bytes[0], INT64_MAX); /* 2^64, which can't be told */
+    assert_int_equal(stats.send_bytes[0], INT64_MAX); /* 2^64 does not fit */
     assert_int_equal(stats.recv_bytes[4], INT64_C(1) << 62);
     tb_plan_stats_fini(&stats);
     tb_plan_destroy(plan);
@@ -341,7 +341,7 @@ static void huge_plans(void **state) {
     tb_routes_destroy(routes);
 }
 
-/* What was used since then stays, and is found again; all bytes are accounted for. */
+/* Entries used since then stay, and are found again; all bytes are accounted for. */
 static void the_cache_drops_what_is_old(void **state) {
     (void)state;
     enum { PLANS = 40 };
@@ -426,7 +426,7 @@ static void the_cache_shares_plans(void **state) {
     tb_plan_cache_destroy(cache);
 }
 
-/* Every allocation fails once, in turn: a clean error, nothing leaked, nothing half made. */
+/* Every allocation fails once, in turn: an error is returned, nothing leaks, no output is half made. */
 static void failing_allocations(void **state) {
     (void)state;
     static random_case c;

@@ -1,4 +1,4 @@
-/* What a rank sends: it computes its part of its replica sets' lines, and from that its receivers. */
+/* Routes that a rank sends: it computes its part of its replica sets' lines, and from that its receivers. */
 #include "plan/walk.h"
 
 /* Moves the pairing of axis d to the target class that holds pair number `position` of the replica set's indices. */
@@ -41,7 +41,7 @@ static tb_status next_cell(tb__walk *w, const tb__replica_set *set, tb__pairing 
         tb__wide next = pairing[d].before + pairs_of(w->plan, d, &pairing[d]);
         bool wraps = next == set->total[d];
         bool alone = wraps && pairing[d].before == 0;
-        if (!alone) /* else it stays where it is, with its runs */
+        if (!alone) /* a pairing that stays where it is keeps its runs */
             TB_TRY(move_to(w, set, d, wraps ? 0 : next, &pairing[d]));
         if (!wraps)
             break;
@@ -52,7 +52,7 @@ static tb_status next_cell(tb__walk *w, const tb__replica_set *set, tb__pairing 
     return TB_OK;
 }
 
-/* What part k of the line sends, in one cell. */
+/* Adds the routes by which part k of the line sends one cell. */
 static tb_status send_cell(tb__walk *w, const tb__replica_set *set, const tb__cell *cell, const tb__receivers *r,
                            int64_t k, tb__parties *who) {
     tb__cuts c = {set->line, set->nparts};
@@ -88,7 +88,7 @@ static tb_status send_cell(tb__walk *w, const tb__replica_set *set, const tb__ce
     return TB_OK;
 }
 
-/* What member `m` of the replica set sends from the line. */
+/* Adds the routes that member `m` of the replica set sends from the line. */
 static tb_status send_part(tb__walk *w, const tb__replica_set *set, int64_t m) {
     tb__cuts c = {set->line, set->nparts};
     if (set->line == 0 || (w->plan->unbalanced && m != 0))
@@ -115,7 +115,8 @@ static tb_status send_part(tb__walk *w, const tb__replica_set *set, int64_t m) {
     return TB_OK;
 }
 
-/* The part of a Partial source's contributors: they contribute to what each of the others sends or keeps. */
+/* Adds the routes of a Partial source's contributor: it contributes to the cells that each other member sends or
+ * keeps. */
 static tb_status send_contributions(tb__walk *w, const tb__replica_set *set, int64_t m) {
     int64_t nparts = w->plan->src.partial.size, first = m - m % nparts;
     for (int64_t other = first; other < first + nparts; other++)

@@ -29,7 +29,7 @@ static tb_status set_ranks(const tb_plan *plan, tb_plan_stats *s) {
     return s->send_bytes && s->recv_bytes && s->egress_bytes && s->reduce_bytes ? TB_OK : TB_NO_MEMORY;
 }
 
-/* Adds count*nbytes; what is beyond INT64_MAX stays there. */
+/* Adds count*nbytes; sums beyond INT64_MAX become INT64_MAX. */
 static void add_saturating(int64_t *sum, int64_t nbytes, uint64_t count) {
     int64_t product;
     if (__builtin_mul_overflow(nbytes, count, &product) || __builtin_add_overflow(*sum, product, sum))
@@ -57,9 +57,10 @@ static void add_route(const tb_plan *plan, tb_plan_stats *s, int32_t i, const tb
     add_saturating(&s->egress_bytes[i], nbytes, 1);
 }
 
-/* The largest, over replica sets, of what the replica set has to send divided by its members. */
+/* The lower bound: the bytes a replica set sends, divided by the number of its members; the largest over all of
+ * them. */
 static tb_status set_bound(const tb_plan *plan, tb_routes *scratch, tb_plan_stats *s) {
-    tb_plan balanced = *plan; /* the bound knows neither hosts nor the first replica */
+    tb_plan balanced = *plan; /* the bound is of balanced plans without hosts */
     balanced.hosts = NULL;
     balanced.unbalanced = false;
     int n = plan->shape.ndim;

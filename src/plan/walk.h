@@ -57,7 +57,7 @@ tb_status tb__set_source(tb__walk *w, const tb__replica_set *set, int64_t m, tb_
 tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, int64_t last, const int32_t *own,
                           tb__parties *who);
 
-/* Adds a route for each box of the slices of the cell; without a slicing, of the whole cell. */
+/* Adds a route for each box of the cell's slices; without a slicing, of the whole cell. */
 tb_status tb__emit(tb__walk *w, const tb__replica_set *set, const tb__cell *cell, const tb__parties *who,
                    const tb__slicing *slicing, const tb__slices *slices);
 
