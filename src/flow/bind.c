@@ -39,7 +39,7 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
 
 /* ---- Reasons ---------------------------------------------------------------------------------------------------- */
 
-/* Neighbours mostly have the same. */
+/* Consecutive tensors mostly have the same reason. */
 const char *tb__flow_keep_reason(tb__flow *flow, const char *format, ...) {
     char text[TB__REASON_MAX];
     va_list args;
@@ -85,7 +85,7 @@ void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region,
     pack_key(pack, flow, region, peer, false);
 }
 
-/* Where the tensor is, for the reader. */
+/* Packs where the tensor is, for the reader. */
 static void pack_tensor(tb__pack *pack, const tb__flow *flow, const member *reader, size_t i) {
     const tb_binding *b = &flow->tensors[i].src;
     tb__pack_u64(pack, flow->tensors[i].key);
@@ -102,7 +102,7 @@ static void pack_tensor(tb__pack *pack, const tb__flow *flow, const member *read
         tb__pack_i64(pack, b->strides[d]);
 }
 
-/* The tensors that are marked. */
+/* Packs the marked tensors. */
 static void pack_tensors(tb__pack *pack, const tb__flow *flow, const member *reader, const bool *which) {
     uint32_t count = 0;
     for (size_t i = 0; i < flow->o.ntensors; i++)
@@ -162,7 +162,7 @@ static void send_rebind(tb__flow *flow, member *reader, const bool *which) {
 }
 
 tb_status tb__flow_send_rebinds(tb__flow *flow, const bool *has_moved) {
-    if (!flow->setup.is_bound) /* BIND will tell */
+    if (!flow->setup.is_bound) /* BIND, which is still to come, has the new addresses */
         return TB_OK;
     bool *which = tb__malloc(flow->o.ntensors, sizeof *which);
     if (!which)
@@ -181,7 +181,7 @@ tb_status tb__flow_send_rebinds(tb__flow *flow, const bool *has_moved) {
     return TB_OK;
 }
 
-/* ---- What came with it ------------------------------------------------------------------------------------------- */
+/* ---- Messages received ----------------------------------------------------------------------------------------- */
 
 /* Imports the memory by the key in the message. NULL: *why is the reason, or the message is malformed. */
 static tb__peer_memory *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
@@ -310,7 +310,7 @@ static size_t find_tensor(const tb__flow *flow, uint64_t key) {
     return i < flow->o.ntensors && flow->tensors[i].key == key ? i : TB__NOWHERE;
 }
 
-/* False: there is no such tensor. If the message is malformed, that is the caller's to find. */
+/* False: there is no such tensor. The caller checks whether the message is malformed. */
 static bool unpack_remote_tensor(tb__flow *flow, const member *m, tb__unpack *message, remote_tensor *out) {
     uint64_t name = tb__unpack_u64(message);
     size_t tensor = message->failed ? TB__NOWHERE : find_tensor(flow, name);
@@ -380,9 +380,9 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     if (wants_staging)
         from->setup.why_staged = tb__flow_keep_reason(flow, "rank %" PRId32 " has asked for it", from->peer->rank);
     else if (!from->direct.peer_exposure && !from->setup.why_staged)
-        from->setup.why_staged =
-            tb__flow_keep_reason(flow, "rank %" PRId32 " can't map what says whether rank %" PRId32 " has withdrawn it",
-                                 flow->o.rank, from->peer->rank);
+        from->setup.why_staged = tb__flow_keep_reason(
+            flow, "rank %" PRId32 " can't map the word that shows whether rank %" PRId32 " has withdrawn it",
+            flow->o.rank, from->peer->rank);
     size_t count = tb__unpack_count(message, 24);
     if (!tb__vec_reserve(&from->setup.remote_tensors, count)) {
         tb__flow_fail_no_memory(flow, from);
@@ -416,8 +416,9 @@ static bool replace_remote_tensor(tb__flow *flow, member *m, tb__unpack *message
     return is_good;
 }
 
-/* It may come in the middle of a receive, but not of one that has this sender's READY. What is being read from others
- * goes on; then all reads are prepared anew. Who had revoked memory has to tell all of it again. */
+/* It may come in the middle of a receive, but not of one that has this sender's READY. Reads from other senders that
+ * are under way go on; then all reads are prepared anew. A sender that has revoked memory must send all of its tensors
+ * again. */
 bool tb__flow_on_rebind(tb__flow *flow, member *from, tb__unpack *message) {
     if (!from->setup.is_bound) {
         tb__set_detail("unexpected REBIND: it has not sent BIND");

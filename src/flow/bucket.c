@@ -152,7 +152,7 @@ staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, 
     return p;
 }
 
-/* Of one that is in no list any more. One with a message that may still access its memory is kept. */
+/* Frees a bucket that is in no list any more. A bucket with a message that may still access its memory is kept. */
 static void free_bucket(staged_bucket *p, bool is_held) {
     tb__flow *flow = p->flow;
     tb__peer_memory_release(p->memory);

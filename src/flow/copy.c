@@ -135,7 +135,7 @@ static bool run_next(copy_op *c, tb_status *status) {
     return false;
 }
 
-/* Whether a sender has withdrawn what the operation converted: it may have had anything in it by then. */
+/* Whether a sender has revoked memory that the operation converted: the data may have been anything by then. */
 static bool is_withdrawn(const copy_op *c) {
     for (size_t i = 0; i < c->nparts; i++) {
         const group *g =

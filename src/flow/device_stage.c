@@ -1,12 +1,12 @@
 /* Staging memory on a device: buckets of tensors that are on one of its units go from there to readers that have mapped
  * it, so that their data does not pass through the host. It is made once for each flow, and readers map it when they
- * are bound (bind.c); a bucket that does not fit is staged in host memory. That a sender has reused a bucket's memory
- * shows in the reader's exposure. */
+ * are bound (bind.c); a bucket that does not fit is staged in host memory. The reader's exposure shows whether the
+ * sender has reused a bucket's memory. */
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
 
-/* Whether some of this rank's tensors on a device can't be read there by other ranks; *where is the first one's. */
+/* Whether other ranks can't read some of this rank's tensors on a device; *where is the first one's memory. */
 static bool find_staged(const tb__flow *flow, tb__device **device, tb__memory *where) {
     for (size_t i = 0; i < flow->o.ntensors && !flow->o.checksum; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];

@@ -123,7 +123,7 @@ void tb__flow_send_gather_message(tb__flow *flow, int32_t rank, uint64_t attempt
         tb__pack_fini(&pack);
 }
 
-/* Whether a member is lost, not only gone: it can't come back, and so no transfer begins any more. */
+/* Whether a member is lost, not only gone: it can't come back, so no transfer begins any more. */
 static bool has_lost_member(const tb__flow *flow) {
     for (size_t i = 0; flow->ngone && i < flow->nmembers; i++) {
         if (flow->members[i].is_gone && !flow->members[i].has_left)

@@ -30,7 +30,7 @@
 
 typedef struct tb__flow tb__flow;
 
-/* How a coded tensor is converted to and from its wire form: by moves, or by a function of the user's. Without either,
+/* How a coded tensor is converted to and from its wire form: by moves, or by a function of the user. Without either,
  * its elements are copied. */
 typedef struct tb__codec {
     void *arg;
@@ -115,7 +115,7 @@ typedef struct tb__flow_tensor {
     const tb_binding *padding; /* around the target: a receive sets it to zero; borrowed */
     size_t npadding;
     const bool *src_invalidated,
-        *dst_invalidated;                  /* whether the program has invalidated its memory; borrowed. NULL: never */
+        *dst_invalidated;                  /* set while the program has invalidated its memory; borrowed. NULL: never */
     const intptr_t *src_shift, *dst_shift; /* what tb__flow_rebind adds to its address; borrowed. NULL: nothing */
 } tb__flow_tensor;
 
@@ -149,9 +149,9 @@ typedef struct tb__flow_opts {
     bool checksum;            /* the same on all ranks */
     bool targets_are_mirrors; /* the owner writes them back after a successful receive; so a failed one leaves no tensor
                                  torn */
-    _Atomic uint32_t *mark;   /* set before targets that are no mirrors are written; NULL: nobody looks at it */
+    _Atomic uint32_t *mark;   /* set before targets that are no mirrors are written; NULL: none */
     tb__shadow shadow;
-    /* Called as buckets of this rank go on, with the lock held; steps may be left out. NULL: nobody looks. */
+    /* Called as buckets of this rank advance, with the lock held; steps may be left out. NULL: none. */
     void (*on_bucket)(void *arg, size_t bucket, tb_bucket_step step);
     void *on_bucket_arg;
 } tb__flow_opts;
@@ -241,9 +241,9 @@ static inline bool tb__leg_has_ended(const tb__leg *leg) {
     return !leg->is_under_way && !leg->awaits_abort_acks;
 }
 
-/* Begins the next transfer; the leg tells how it goes. `number` is the transfer number of a send, and ascends. The
- * lead's counts, and is sent to all. Other senders count alike: by that they recognise a transfer of theirs that failed
- * before they began it, and do not send it as the next one. */
+/* Begins the next transfer; the leg shows its progress. `number` is the transfer number of a send, and ascends. The
+ * lead's number is valid, and is sent to all. Other senders count along, so that they recognise a transfer of theirs
+ * that failed before they began it, and do not send it as the next one. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
 
 /* The receive that has just begun takes the attempt that tb__flow_choose names, and no other. It skips attempts that
@@ -300,10 +300,10 @@ void tb__flow_fail_waiting(tb__flow *flow, tb_status status, const char *why);
  * whether the memory may still be accessed; *tensor names a tensor in it. */
 bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, const char **tensor);
 
-/* Tensors are at other addresses: each at its old one plus its src_shift, dst_shift. No transfer is under way. First
- * the check, of all flows that they are in: TB_REFUSED, and nothing has changed, if the transfer can't go on as it was
- * planned. Then the change: readers are told before this rank's next transfer begins. A failure of it breaks the flow.
- */
+/* Tensors are at other addresses: each at its old one plus its src_shift, dst_shift. No transfer is under way. Call the
+ * check first, for all flows that they are in: TB_REFUSED, with nothing changed, if the plan does not fit any more.
+ * Then the change: readers get the new addresses before this rank's next transfer begins. A failure of it breaks the
+ * flow. */
 tb_status tb__flow_check_rebind(tb__flow *flow);
 void tb__flow_rebind(tb__flow *flow);
 /* Whether a message of an earlier transfer may still be sent from tensors, or received into them. */

@@ -1,5 +1,5 @@
-/* struct tb__flow, and the functions that its files call in one another. Each struct in it has an owner, one or a few
- * files that alone write it: see its comment, and the table in docs/design/flow.md.
+/* struct tb__flow, and the functions that its files call in one another. Each struct in it is written only by its
+ * owner, one or a few files: see its comment, and the table in docs/design/flow.md.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_FLOW_INSIDE_H
@@ -30,7 +30,7 @@ typedef enum message_kind {
     MESSAGE_KINDS
 } message_kind;
 
-/* Another rank of the flow, or this one. Only flow.c writes it, but for what it says. */
+/* Another rank of the flow, or this one. Only flow.c writes it, except where noted. */
 struct member {
     tb__peer *peer;
     uint32_t port;
@@ -99,7 +99,7 @@ struct copy_op {
     tb__stream_point *point; /* that a run waits for; NULL: none */
     tb__fence *after[1];     /* its fence */
     size_t nholders;         /* of its fences; it is freed when there are none */
-    bool is_over;            /* the flow does not know it any more */
+    bool is_over;            /* it is not part of the flow any more */
     copy_op *next;
 };
 
@@ -120,7 +120,7 @@ struct flow_targets {
     bool is_clearing_padding;
 };
 
-/* What is known of the program's memory: only invalidate.c writes it. */
+/* Validity of the program's memory: only invalidate.c writes it. */
 struct flow_memory {
     bool is_valid[2]; /* of targets, and of sources: none was invalidated */
 };
@@ -145,7 +145,7 @@ struct flow_groups {
     int unit;           /* ... on this unit of it */
 };
 
-/* Only copy.c writes it, but for what it says. */
+/* Only copy.c writes it, except where noted. */
 struct flow_copies {
     prepared prepared[COPY_KINDS];
     copy_op *ops;                /* under way, a list */
@@ -156,7 +156,7 @@ struct flow_copies {
     tb__stream_point *points[2]; /* by leg (is_send): tensors are read and written after it; NULL: at once (stream.c) */
 };
 
-/* What is not in a struct of its own is written by flow.c only, except that setup.c binds `tensors` to snapshots and
+/* Fields outside of the structs above are written by flow.c only, except that setup.c binds `tensors` to snapshots and
  * shadows. */
 struct tb__flow {
     tb__flow_opts o;
@@ -318,7 +318,7 @@ bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucke
 void tb__flow_begin_targets(tb__flow *flow); /* when a receive begins */
 void tb__flow_mark_written(tb__flow *flow);  /* no-op if receives are shadowed */
 void tb__flow_mark_torn(tb__flow *flow);
-/* Before tensors are written: tells whoever looks after this process has ended. */
+/* Before tensors are written: sets the owner's mark, which remains after this process has ended. */
 void tb__flow_set_mark(const tb__flow *flow);
 void tb__flow_set_version(tb__flow *flow); /* to that of the current receive */
 /* Counts a bucket that is in the tensors. */
@@ -340,9 +340,9 @@ void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status statu
 
 /* invalidate.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(tb__flow *flow, bool is_send);
-/* Tensors have moved, so that their memory has to be looked at again. */
+/* Tensors have moved: their memory must be checked again. */
 void tb__flow_forget_valid(tb__flow *flow);
-/* A sender that had revoked memory has told where all of its tensors are now. */
+/* A sender that had revoked memory has sent the addresses of all of its tensors. */
 void tb__flow_readmit(member *sender);
 /* Watches for memory that senders revoke. */
 void tb__flow_watch_revocations(tb__flow *flow);

@@ -93,7 +93,7 @@ static bool can_convert(const tb__flow *flow, const lane *l, size_t bucket) {
     return true;
 }
 
-/* What senders have to wait for, and how often they are read. */
+/* Counts, for each sender, the buckets that are read twice, and the groups after which it is not needed any more. */
 static void count_conversions(tb__flow *flow) {
     for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
         const lane *l = tb__flow_lane(flow, i);
@@ -317,7 +317,7 @@ tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *
     return TB_OK;
 }
 
-/* The groups of the operation, which are next, are in the tensors. */
+/* Called when the groups of the operation, the next ones, are in the tensors. */
 static tb_status end_written(tb__flow *flow, const copy_op *c) {
     for (size_t i = 0; i < c->nparts; i++) {
         const group *g = &flow->setup.groups.item[flow->groups.done];
@@ -351,8 +351,8 @@ static tb_status ask_next(tb__flow *flow, const group *g, tb__gather_step *out) 
     return gather->next(gather->arg, flow, flow->recv.attempt, g->number, g->is_read_twice, out);
 }
 
-/* The group waits for a rank, which may be gone. The groups behind it that are complete send their magnitudes to other
- * ranks meanwhile, each once. */
+/* Called when the group waits for a rank, which may be gone. The groups behind it that are complete send their
+ * magnitudes to other ranks meanwhile, each once. */
 static tb_status wait_for_group(tb__flow *flow, const group *next) {
     const tb__gather *gather = &flow->o.gather;
     struct flow_groups *groups = &flow->groups;
@@ -370,8 +370,8 @@ static tb_status wait_for_group(tb__flow *flow, const group *next) {
     return awaited && awaited->is_gone ? tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited)) : TB_OK;
 }
 
-/* What to do with the next groups, and with how many of them: one of those with slots, or all that are complete of
- * those that were measured and belong to one group of the program. */
+/* Chooses the next step, and the number of groups that take it: one of the groups with slots, or all complete ones that
+ * were measured and belong to one group of the program. */
 static tb_status choose_step(tb__flow *flow, tb__gather_step *step, size_t *count) {
     const group *next = &flow->setup.groups.item[flow->groups.done], *g = next;
     const group *end = flow->setup.groups.item + flow->setup.groups.count;

@@ -254,7 +254,7 @@ static tb_status add_converted_bucket(tb__flow *flow, tb__move_list *out, size_t
     return TB_OK;
 }
 
-/* The second reading of groups that are read twice. */
+/* Adds the second reading of groups that are read twice. */
 static tb_status add_second_reads(tb__flow *flow, tb__move_list *out) {
     for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
         const lane *l = tb__flow_lane(flow, i);

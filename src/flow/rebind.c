@@ -1,6 +1,6 @@
-/* Tensors that have moved to other memory between two transfers. What is used by its address here changes at once. The
- * plan, and how each bucket is reached, stay: the new memory is of the same kind as the old one. Readers are told where
- * the tensors are now (REBIND), before READY of the next transfer. */
+/* Tensors that have moved to other memory between two transfers. This rank uses the new addresses at once. The plan,
+ * and how each bucket is reached, stay: the new memory is of the same kind as the old one. Readers get the new
+ * addresses (REBIND) before READY of the next transfer. */
 #include "flow/flow_inside.h"
 #include "layout/overlap.h"
 
@@ -49,7 +49,7 @@ static tb_status check_invalidated(const tb__flow *flow) {
     return TB_OK;
 }
 
-/* Other ranks know which sources are overwritten. */
+/* The overwritten sources must stay the same, because other ranks know them. */
 static tb_status check_overlaps(tb__flow *flow) {
     size_t n = flow->o.ntensors;
     bool *before = tb__memdup(flow->setup.overwritten, n, sizeof *before);

@@ -2,8 +2,8 @@
  * rank would go on reading the old one, so the pieces of memory that tensors are in are listed once for each plan, and
  * compared when a leg begins: once for each piece, however many tensors are in it.
  *
- * What no reader has mapped, and targets, are used by their addresses: other memory there is as good, but some must be
- * there. */
+ * Targets, and sources that no reader has mapped, are used by their addresses: other memory may be there now, but there
+ * must be some. */
 #include "flow/flow_inside.h"
 
 #include "loop/adopted.h"
@@ -27,7 +27,7 @@ static tb_status watch_memory(struct flow_setup *setup, bool is_src, uint32_t te
     return status;
 }
 
-/* What an agent has mapped for its programs, they watch themselves. */
+/* Leaves out memory that an agent has mapped for its programs: these watch it themselves. */
 static tb_status watch_tensors(tb__flow *flow, bool is_src) {
     struct flow_setup *setup = &flow->setup;
     bool has_snapshot = is_src && setup->snapshot_of;

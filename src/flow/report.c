@@ -436,7 +436,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
     if (is_send) {
         add_box(t, &c->src, c);
         add_unit(t, flow, c->tensor, true);
-        /* Of its own data, this rank has found out by itself. */
+        /* For its own data, this rank has decided by itself. */
         bool is_own_staged = l->is_channel_source && l->is_target && l->nsenders == 1 && path->why_taken;
         uint32_t nstaged = path->nstaged + is_own_staged;
         tb__text_add(t, " to ");

@@ -116,7 +116,7 @@ struct flow_setup {
     int64_t largest_relay;             /* bytes of the largest bucket that this rank relays; 0: it relays none */
 };
 
-/* What the plan and BIND and REACH say about a member. */
+/* A member's role according to the plan, BIND and REACH. */
 struct member_setup {
     bool is_reader;                       /* it reads this rank's tensors, or is sent buckets of them */
     bool has_reach;                       /* it has sent REACH: which buckets must be staged for it ... */
@@ -153,8 +153,8 @@ void tb__flow_unplan(tb__flow *flow);
 
 /* remap.c: lists the memory of sources and targets, for the plan ... */
 tb_status tb__flow_watch_memory(tb__flow *flow);
-/* ... and fails with TB_INVALID, naming the tensor, if memory that the leg uses is not there any more, or, of a send,
- * if others may have mapped what was there before. */
+/* ... and fails with TB_INVALID, naming the tensor, if memory that the leg uses is gone; or, for a send, if others may
+ * have mapped memory that was replaced. */
 tb_status tb__flow_check_remapped(const tb__flow *flow, bool is_send);
 
 /* bind.c */

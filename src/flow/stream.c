@@ -1,5 +1,5 @@
 /* Order with the program's own work on streams. A send waits for its point as a whole, before it reads anything: other
- * ranks read its tensors, too. Of a receive, only the runs that write tensors wait, on the device. */
+ * ranks read its tensors, too. In a receive, only the runs that write tensors wait, on the device. */
 #include "flow/flow_inside.h"
 
 void tb__flow_set_stream_point(tb__flow *flow, bool is_send, tb__stream_point *point) {
@@ -50,7 +50,7 @@ tb__stream_point *tb__copy_op_point(const copy_op *c) {
     return !c->is_send && accesses_targets(c) && !writes_shadow ? flow->copies.points[false] : NULL;
 }
 
-/* Whether its only run is all that is missing until its buckets have arrived. */
+/* Whether its buckets have arrived when its only run is done. */
 static bool is_last_step(const copy_op *c) {
     return (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN) && !tb__copy_op_is_coded(c);
 }

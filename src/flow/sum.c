@@ -52,7 +52,7 @@ static void end_in_sum(copy_op *c, tb_status status) {
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
     if (tb__jobs_sum(&c->run) == m->sum) {
-        p->nsums--; /* a bad bucket never counts as checked */
+        p->nsums--; /* a bucket with a wrong checksum never counts as checked */
         return;
     }
     status =

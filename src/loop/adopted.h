@@ -1,6 +1,6 @@
-/* Device memory of another process that this one uses as its own, for tensors that it moves on behalf of that process:
- * an agent, for its programs. What was mapped can't be shared again: peers that read such tensors get the owner's own
- * key.
+/* Device memory of another process that this one uses as its own, for tensors that it moves on behalf of that
+ * process: an agent, for its programs. Mapped memory can't be shared again: peers that read such tensors get the
+ * owner's key.
  *
  * Any thread, without the loop's lock. */
 #ifndef TB_LOOP_ADOPTED_H
@@ -18,10 +18,10 @@ struct tb__adopted {
     tb__adopted *next;
 };
 
-/* Maps the memory, to be read and written. Takes over the key, also if it fails. TB_REFUSED: this process has no device
- * of that name, or can't map the memory. */
+/* Maps the memory for reading and writing. Takes ownership of the key, also if it fails. TB_REFUSED: this process has
+ * no device of that name, or can't map the memory. */
 tb_status tb__adopted_create(tb__loop *loop, const char *device, tb__memory_key *key, tb__adopted **out);
-/* No tensor in it is used any more. What a device may still use stays mapped. NULL is allowed. */
+/* Call it when no tensor uses the memory. Memory that a device may still use stays mapped. NULL is allowed. */
 void tb__adopted_destroy(tb__adopted *adopted);
 
 /* The device of adopted memory that has all of these bytes; NULL: there is none. */

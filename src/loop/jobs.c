@@ -1,4 +1,4 @@
-/* Which device does a move, and jobs of several devices as one. */
+/* Chooses the device that does a move; runs jobs of several devices as one. */
 #include "loop/jobs.h"
 
 #include "base/mem.h"

@@ -15,12 +15,12 @@ typedef struct tb__jobs {
     size_t count;
 } tb__jobs;
 
-/* The device that does the move. */
+/* Chooses the device that does the move. */
 tb__device *tb__jobs_choose_device(tb__loop *loop, const tb__move *move);
 
 /* `moves` may be freed after the call; the memory and mappings that they name must stay until the jobs are released. */
 tb_status tb__jobs_prepare(tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
-void tb__jobs_release(tb__jobs *jobs); /* no run may be in progress */
+void tb__jobs_release(tb__jobs *jobs); /* no run may be under way */
 
 /* A run of all jobs, or a checksum. Set `done` and zero the rest before submitting. */
 typedef struct tb__jobs_run tb__jobs_run;
@@ -38,7 +38,7 @@ struct tb__jobs_run {
     } item[TB__JOBS_MAX];
 };
 
-/* What `what` points to must stay until the run is done. There must be at least one job. */
+/* The arrays that `what` points to must stay until the run is done. There must be at least one job. */
 void tb__jobs_submit(tb__loop *loop, const tb__jobs *jobs, const tb__run *what, tb__jobs_run *run);
 /* Computes a checksum of the bytes, on their device. */
 void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__jobs_run *run);
@@ -49,7 +49,7 @@ static inline uint64_t tb__jobs_sum(const tb__jobs_run *run) {
 /* Whether all jobs that are not done have begun on this device. */
 bool tb__jobs_are_begun_on(const tb__jobs_run *run, const tb__device *device);
 
-/* `done` follows soon, with TB_CANCELLED or not. */
+/* `done` is called soon, with TB_CANCELLED or another status. */
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run);
 
 #endif

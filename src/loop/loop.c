@@ -32,7 +32,7 @@ void tb__loop_unlock(tb__loop *loop) {
     pthread_mutex_unlock(&loop->lock);
 }
 
-/* By CLOCK_REALTIME: ThreadSanitizer does not intercept pthread_mutex_clocklock. */
+/* Uses CLOCK_REALTIME, because ThreadSanitizer does not intercept pthread_mutex_clocklock. */
 bool tb__loop_lock_until(tb__loop *loop, int64_t deadline_ms) {
     struct timespec until, left = tb__time_of_ms(tb__ms_until(deadline_ms));
     clock_gettime(CLOCK_REALTIME, &until);
@@ -41,7 +41,7 @@ bool tb__loop_lock_until(tb__loop *loop, int64_t deadline_ms) {
     return pthread_mutex_timedlock(&loop->lock, &until) == 0;
 }
 
-static _Thread_local char this_thread; /* no other thread has one at its address */
+static _Thread_local char this_thread; /* its address identifies the thread */
 
 bool tb__loop_is_driver(const tb__loop *loop) {
     return atomic_load(&loop->driver) == &this_thread;
@@ -99,7 +99,7 @@ static tb_status begin_work(tb__submitted *it) {
                    : ops->checksum(it->device, it->bytes, it->nbytes, &it->sum, &it->fence);
 }
 
-/* Gives devices what was submitted, and tells them what was cancelled. */
+/* Gives submitted work to its devices, and cancels work there. */
 static void begin_submitted(tb__loop *loop) {
     bool has_begun = false;
     for (tb__submitted *it = loop->submitted; it; it = it->next) {
@@ -118,8 +118,8 @@ static void begin_submitted(tb__loop *loop) {
         pthread_cond_broadcast(&loop->changed);
 }
 
-/* The lock is released while devices work. `done` functions may submit more. A device may have something to do without
- * work, such as clearing its descriptor; the host's has not. */
+/* The lock is released while devices work. `done` functions may submit more. A device may need progress without work,
+ * for example to clear its descriptor; the host device does not. */
 static bool progress_devices(tb__loop *loop) {
     bool did = false;
     size_t ndevices = loop->submitted ? loop->ndevices : loop->ndevices - 1;
@@ -148,7 +148,7 @@ static bool step_loop(tb__loop *loop) {
     loop->is_in_step = true;
     atomic_store(&loop->driver, &this_thread);
     loop->step_again = false;
-    size_t nending = loop->ending.count; /* what they have sent is received now */
+    size_t nending = loop->ending.count; /* messages they have sent are received in this step */
     for (size_t i = 0; i < loop->ntransports; i++) {
         const tb_transport *t = &loop->transports[i];
         tb_status status = t->ops->progress(t->context);
@@ -218,7 +218,7 @@ static void *run_driver(void *arg) {
     return NULL;
 }
 
-/* Drives until it is true or the deadline has passed. */
+/* Drives the loop until the condition is true or the deadline has passed. */
 static bool drive_until_true(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
     loop->is_driven = true;
     do { /* at least once: a call without a timeout must see pending events */
@@ -494,7 +494,7 @@ void tb__loop_destroy(tb__loop *loop) {
     tb__shares_free(loop, is_device_busy);
     tb__peers_free(loop);
     for (size_t i = 0; i < loop->ndevices; i++) {
-        if (!is_device_busy(loop, loop->devices[i])) /* else it is left as it is */
+        if (!is_device_busy(loop, loop->devices[i])) /* a busy device is not closed */
             tb__device_close(loop->devices[i]);
     }
     if (loop->timer >= 0)

@@ -1,10 +1,10 @@
 /* The event loop of a process: its open transports, its peers, the messages they exchange, and tasks that run in steps.
  *
- * One lock guards the loop and whatever uses it (flows, transfers). One thread at a time is the *driver*: it makes
- * progress on the transports, which call back with the lock held, gives submitted work to the devices, and steps the
- * tasks. Copies are asynchronous: a task submits them, and the driver calls `done` when a device has finished; the lock
- * is free while devices make progress. The driver is the loop's own thread; in a manual loop, any thread that waits or
- * calls tb__loop_progress. It sleeps on file descriptors. */
+ * One lock guards the loop and its users (flows, transfers). One thread at a time is the *driver*: it makes progress on
+ * the transports, which call back with the lock held, gives submitted work to the devices, and steps the tasks. Copies
+ * are asynchronous: a task submits them, and the driver calls `done` when a device has finished; the lock is free while
+ * devices make progress. The driver is the loop's own thread; in a manual loop, any thread that waits or calls
+ * tb__loop_progress. It sleeps on file descriptors. */
 #ifndef TB_LOOP_LOOP_H
 #define TB_LOOP_LOOP_H
 
@@ -27,7 +27,7 @@ struct tb__task {
 };
 
 /* Work for a device. The driver gives it to the device, and calls `done` once, with the lock held, never from inside of
- * another function here; the fence says how it went. What `run` points to stays until then. */
+ * another function here; the fence has the result. The memory that `run` points to must stay until then. */
 typedef struct tb__submitted tb__submitted;
 struct tb__submitted {
     tb__device *device;
@@ -39,7 +39,7 @@ struct tb__submitted {
     void (*done)(tb__submitted *submitted);
     tb__fence fence;
 
-    /* The loop's. */
+    /* Written by the loop. */
     bool is_begun, is_cancelled;
     tb__submitted *next;
 };
@@ -50,10 +50,10 @@ typedef struct tb__peer {
     tb__loop *loop;
     int32_t rank; /* bus rank */
     uint64_t incarnation;
-    int32_t transport_rank; /* the rank that transports know it by; no other incarnation has it */
+    int32_t transport_rank; /* its rank in transports; no other incarnation has it */
     uint64_t contact;       /* a hash of it */
     const tb_transport *transport;
-    /* Behind the struct: most peers are never connected, and there may be thousands. */
+    /* In memory after the struct, because most peers are never connected, and there may be thousands. */
     const char *label;   /* "rank 6 (inference 2)" */
     const char *host;    /* id of its machine */
     const void *address; /* in `transport` */
@@ -62,7 +62,7 @@ typedef struct tb__peer {
     bool is_met;  /* it has connected to this process, which has to connect to it, too */
     bool is_lost;
     char *why;
-    char *expected_loss;              /* why it will be lost when what has come from it was received; NULL: it won't */
+    char *expected_loss;              /* why it will be lost once its messages have been received; NULL: it won't */
     size_t nunsent;                   /* messages to it that the transport has not taken yet */
     bool loss_reported;               /* to all ports */
     bool is_disconnected;             /* the transport has reported the loss, too */
@@ -130,12 +130,12 @@ void tb__loop_add_task(tb__loop *loop, tb__task *task);
 /* Waits until no step of it is running. */
 void tb__loop_remove_task(tb__loop *loop, tb__task *task);
 
-/* What a contact says of its process. */
+/* A process's properties in its contact. */
 typedef struct tb__contact {
     char host[TB__CONTACT_PREFIX + 1]; /* id of its machine */
     char version[32];
     char transports[96]; /* to others: "shm,ucx" */
-    int64_t begun;       /* when it joined, in seconds since 1970; 0: it does not say */
+    int64_t begun;       /* when it joined, in seconds since 1970; 0: unknown */
 } tb__contact;
 
 /* False: it is malformed. Any thread. */
@@ -144,21 +144,21 @@ bool tb__contact_read(const void *contact, size_t nbytes, tb__contact *out);
 /* TB_REFUSED if the process has another minor version, which may have another protocol. Any thread. */
 tb_status tb__contact_check_version(const void *contact, size_t nbytes, const char *label);
 
-/* Makes a process known by its contact. It is connected when a message is first sent to it, or has come from it, or by
- * tb__peer_open; with a transport that does not report strangers, at once. A rank and incarnation that is known gives
- * the same peer; a connection that stands is tested (tb__peer_is_reached). If that peer was lost, it is connected again
- * as a new peer; where the transport can't do that, or not now, *out is the lost peer. */
+/* Adds a process, given its contact. It is connected when a message is first sent to it, or has come from it, or by
+ * tb__peer_open; with a transport that does not report strangers, at once. A known rank and incarnation gives the same
+ * peer; an existing connection is tested (tb__peer_is_reached). If that peer was lost, it is connected again as a new
+ * peer; where the transport can't do that, or not now, *out is the lost peer. */
 tb_status tb__loop_meet(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                         const char *label, tb__peer **out);
 /* Connects the peer, if that has not been done. A peer that is gone is marked as lost. */
 tb_status tb__peer_open(tb__peer *peer);
-/* Another process reports that the peer is lost. Counts if there is no connection with it, when what has come from it
- * was received. */
+/* Another process reports that the peer is lost. If there is no connection with the peer, it is lost once its messages
+ * have been received. */
 void tb__peer_report_lost(tb__peer *peer, const char *why);
 
 /* The last connection with it; NULL: none. */
 tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation);
-/* Whether tb__loop_meet can connect it again after a loss. */
+/* Whether tb__loop_meet can connect the peer again after a loss. */
 bool tb__peer_can_reconnect(const tb__peer *peer);
 /* False after a tb__loop_meet of a known or lost peer until the peer has answered. Waiters are woken when that
  * changes. */
@@ -166,7 +166,7 @@ bool tb__peer_is_reached(const tb__peer *peer);
 /* As tb__transport_post, but fails if the peer is lost: its transport rank may belong to a newer connection. */
 tb_status tb__peer_post(tb__peer *peer, tb_op *op);
 tb__peer *tb__loop_peers(const tb__loop *loop); /* a list, newest first */
-/* Whether ports will hear of further losses in this step of the driver. */
+/* Whether further losses will be reported to ports in this step of the driver. */
 bool tb__loop_has_unreported_losses(const tb__loop *loop);
 /* The number of ranks on this machine that are known and not lost, this one included. */
 int32_t tb__loop_count_near(const tb__loop *loop);
@@ -184,7 +184,7 @@ bool tb__loop_is_host_memory(tb__loop *loop, const void *address);
 void tb__loop_submit(tb__loop *loop, tb__submitted *submitted);
 /* The same for work that the device has begun. */
 void tb__loop_follow(tb__loop *loop, tb__submitted *submitted);
-/* `done` follows soon, with TB_CANCELLED or not. */
+/* `done` is called soon, with TB_CANCELLED or another status. */
 void tb__loop_cancel(tb__loop *loop, tb__submitted *submitted);
 
 /* A new tag for a data message. */
@@ -199,13 +199,13 @@ void tb__loop_signal(tb__loop *loop);
 /* Waits until `is_true`; false at the deadline. Drives the loop if no other thread does. */
 bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
 
-/* The same for a condition that is about submitted work which devices have begun. */
+/* The same for a condition that depends on submitted work which devices have begun. */
 bool tb__loop_wait_begun(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
 
 /* Sets how long the driver polls before it sleeps. */
 void tb__loop_set_spin(tb__loop *loop, int microseconds);
 
-/* Readable when there is something to drive. Without the lock. */
+/* Readable when the loop needs progress. Without the lock. */
 int tb__loop_fd(const tb__loop *loop);
 /* One step of a manual loop. Without the lock. */
 void tb__loop_progress(tb__loop *loop);

@@ -33,18 +33,18 @@ struct tb__loop {
     bool is_transport_requested;                  /* opts name one of them, which is used for all peers */
     char missing[256];                            /* transports that could not be opened, and why */
     tb__device *devices[TB__MAX_DEVICES];         /* the host last */
-    _Atomic bool is_device_used[TB__MAX_DEVICES]; /* memory of it was found */
+    _Atomic bool is_device_used[TB__MAX_DEVICES]; /* memory of it was found in use */
     size_t ndevices;
     tb__submitted *submitted; /* not done yet */
     size_t nbegun_waiters;    /* threads to be woken when devices have begun some of it */
     tb__peer *peers;
-    tb__arena peer_memory;        /* of the structs */
+    tb__arena peer_memory;        /* of the peers' structs */
     TB_VEC(tb__peer *) all_peers; /* the same, oldest first */
     tb__index peer_index;         /* of all_peers, by transport rank */
-    TB_VEC(int32_t) strangers;    /* transport ranks of processes that have connected to this one and are not known */
-    TB_VEC(tb__peer *) met;       /* peers that have to be connected because they have connected to this process */
+    TB_VEC(int32_t) strangers;    /* transport ranks of processes that have connected to this one and are unknown */
+    TB_VEC(tb__peer *) met;       /* peers to be connected, because they have connected to this process */
     TB_VEC(tb__peer *) ending;    /* peers with an expected_loss */
-    size_t nunreported;           /* lost peers whose loss the ports have not heard of */
+    size_t nunreported;           /* lost peers that have not been reported to the ports */
     tb__port *ports;
     tb__task *tasks;
     struct tb__region **regions; /* by hash */
@@ -52,7 +52,7 @@ struct tb__loop {
     pthread_mutex_t adopted_lock; /* guards the list, in which any thread looks */
     struct tb__adopted *adopted;
     struct tb__quarantine *quarantine;
-    bool is_all_in_quarantine; /* there was no memory to say which is */
+    bool is_all_in_quarantine; /* memory was too short to record which */
     struct tb__share *shares;
     struct tb__import *imports;
     struct tb__revocation_watch *revocation_watches;
@@ -67,7 +67,7 @@ int32_t tb__transport_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why);
 /* Marks the first `count` of `ending` as lost. */
 void tb__peers_mark_ended(tb__loop *loop, size_t count);
-/* Reports lost peers to the ports. Not during a step of a task: ports may end what the task works on. */
+/* Reports lost peers to the ports. Not during a step of a task, because ports may end the task's work. */
 void tb__peers_report_losses(tb__loop *loop);
 void tb__peer_on_reached(void *arg, int32_t transport_rank);
 /* Connects peers that have connected to this process. Not in a callback of a transport. */

@@ -28,7 +28,7 @@ enum {
 
 _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "a bus rank fits");
 
-/* Incarnations of a rank have different transport ranks (unless there are 2,047 between them). */
+/* Different incarnations of a rank have different transport ranks (if there are fewer than 2,047 between them). */
 int32_t tb__transport_rank(int32_t rank, uint64_t incarnation) {
     return (int32_t)((incarnation - 1) % 2047 << RANK_BITS | (uint64_t)rank);
 }
@@ -82,7 +82,7 @@ tb_status tb__loop_contact(tb__loop *loop, tb__pack *out) {
 
 static void receive_frame(tb__peer *peer);
 
-/* Nothing is sent to it any more. */
+/* Whether no more messages are sent to it. */
 static bool has_ended(const tb__peer *peer) {
     return peer->is_lost || peer->expected_loss;
 }
@@ -110,8 +110,8 @@ static void report_loss_to_ports(tb__peer *peer) {
     tb__shares_on_lost(peer);
 }
 
-/* For a peer that this process is not connected to: it is lost when what has come from it was received. Its last
- * messages may be in a socket that this process has not read yet. */
+/* For a peer that this process is not connected to: it is lost once its messages have been received. The last of them
+ * may be in a socket that this process has not read yet. */
 static void expect_loss(tb__peer *peer, const char *why) {
     tb__loop *loop = peer->loop;
     peer->expected_loss = tb__strdup(why);
@@ -204,8 +204,8 @@ static bool retry_posts(tb__task *task) {
     return true;
 }
 
-/* For an operation that failed for lack of memory. Disconnecting would need memory, too: the peer would not hear of it.
- */
+/* For an operation that failed for lack of memory. Disconnecting would need memory, too, so the peer could not be
+ * notified. */
 static void schedule_retry(tb__peer *peer) {
     if (!peer->retry_task.step) {
         peer->retry_task.step = retry_posts;
@@ -236,7 +236,8 @@ static void post_receive(tb__peer *peer, void (*done)(tb_op *op), void *base, si
         disconnect_peer(peer, tb_error_detail());
 }
 
-/* Nothing is received from the peer any more. Its struct stays, so buffers of reconnecting peers would pile up. */
+/* Frees the inbox when nothing is received from the peer any more. The peer's struct stays, so buffers of reconnecting
+ * peers would accumulate. */
 static void free_inbox(tb__peer *peer) {
     free(peer->inbox);
     free(peer->message_bytes);
@@ -286,7 +287,7 @@ static void on_frame(tb_op *op) {
         return;
     uint64_t nbytes;
     uint32_t port = frame_port(peer, &nbytes);
-    size_t held = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0; /* of the message */
+    size_t held = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0; /* bytes of the message */
     if (op->nbytes < FRAME_HEADER) {
         tb__set_detail("truncated frame: got %zu of %d bytes", op->nbytes, FRAME_HEADER);
         disconnect_peer(peer, tb_error_detail());
@@ -359,7 +360,7 @@ static tb__peer *find_by_transport_rank(tb__loop *loop, int32_t transport_rank) 
     return found;
 }
 
-/* Its messages are received at once: if its process has ended, it can't be connected to any more. */
+/* Its messages are received at once: once its process has ended, connecting to it is impossible. */
 static void mark_met(tb__peer *peer) {
     if (peer->is_open || peer->is_met || peer->is_lost)
         return;
@@ -411,7 +412,7 @@ static void complete_parts(outgoing *out, size_t count) {
     if (out->left > 0)
         return;
     if (--out->peer->nunsent == 0)
-        tb__loop_wake(out->peer->loop); /* a flow may wait for that */
+        tb__loop_wake(out->peer->loop); /* a flow may wait for messages to be sent */
     tb__pack_fini(&out->message);
     free(out);
 }
@@ -703,7 +704,7 @@ tb_status tb__loop_meet(tb__loop *loop, int32_t rank, uint64_t incarnation, cons
                                                      &address, &address_nbytes, why, sizeof why);
     if (!transport)
         return fail_no_transport(loop, label, reader, why);
-    /* The peers of a machine mostly follow each other. */
+    /* Peers of one machine are mostly consecutive. */
     const char *shared =
         loop->peers && strncmp(loop->peers->host, host, TB__CONTACT_PREFIX) == 0 ? loop->peers->host : NULL;
     size_t host_nbytes = shared ? 0 : strnlen(host, TB__CONTACT_PREFIX) + 1, label_nbytes = strlen(label) + 1;

@@ -11,16 +11,16 @@ typedef struct tb__peer_memory tb__peer_memory;
 
 /* Imports memory by a key of the peer's tb__region_export. */
 tb_status tb__peer_memory_import(tb__peer *peer, const void *key, size_t nbytes, tb__peer_memory **out);
-/* No run of a job that uses it is under way, and such a job is not run again. NULL is allowed. */
+/* No run of a job that uses it may be under way, and such a job must not be run again. NULL is allowed. */
 void tb__peer_memory_release(tb__peer_memory *memory);
 
-/* TB_INVALID unless bytes first .. last-1 lie inside of it. Reads nothing. */
+/* TB_INVALID unless bytes first .. last-1 lie inside of it. Does not access the memory. */
 tb_status tb__peer_memory_check(tb__peer_memory *memory, uint64_t first, uint64_t last);
 /* Tests that it can be read: it is mapped, or a call reads this byte. */
 tb_status tb__peer_memory_probe(tb__peer_memory *memory, uint64_t offset);
-/* False once its owner has withdrawn it or is lost. What was read from it before is valid only if it is still true. */
+/* False once its owner has revoked it or is lost. Data read from it is valid only if this is still true afterwards. */
 bool tb__peer_memory_is_valid(const tb__peer_memory *memory);
-/* Its owner waits for its release. */
+/* Whether its owner waits for its release. */
 bool tb__peer_memory_is_revoked(const tb__peer_memory *memory);
 
 bool tb__peer_memory_is_mapped(const tb__peer_memory *memory);
@@ -28,8 +28,8 @@ bool tb__peer_memory_is_mapped(const tb__peer_memory *memory);
 void *tb__peer_memory_address(const tb__peer_memory *memory);
 /* The base of a buffer there for runs of its device; NULL: it is not a device's. */
 void *tb__peer_memory_buffer(const tb__peer_memory *memory);
-/* The device that copies from it, and the memory there that it lies in; the host's if every device can, or if it is
- * read by calls. */
+/* The device that copies from it, and its memory there; the host device if every device can, or if it is read by
+ * calls. */
 tb__device *tb__peer_memory_find(const tb__peer_memory *memory, tb__memory *out);
 /* The source of a move at this offset: an address, or an offset in *mapping. Bounds are not checked. */
 tb_status tb__peer_memory_source(tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping);

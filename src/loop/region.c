@@ -25,7 +25,7 @@ static bool is_on_host(const tb__device *device) {
     return device->ops == &tb__host_device_ops;
 }
 
-/* The device of the bytes; one that does not know them as one memory can't share them. */
+/* The device of the bytes. A device can share them only if it finds them as one memory. */
 static tb__device *find_memory(tb__loop *loop, void *base, size_t nbytes, tb__memory *out) {
     tb__device *device = tb__loop_find_memory(loop, base, nbytes, out);
     if (!is_on_host(device))
@@ -48,7 +48,7 @@ static void insert_region(tb__region *region) {
     *bucket = region;
 }
 
-/* As many buckets as regions, and more: a model may have a million tensors. */
+/* Keeps more buckets than regions: a model may have a million tensors. */
 static tb_status grow_buckets(tb__loop *loop) {
     enum { FIRST = 256 };
     tb__region **before = loop->regions;
@@ -156,7 +156,7 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb__pack *key) {
     if (!region->is_valid)
         return tb__fail(TB_INVALID, "its memory was invalidated");
     TB_TRY(tb__peer_open(peer));
-    bool is_here = peer->transport->ops == &tb__self_ops; /* then the address itself is used, whatever memory it is */
+    bool is_here = peer->transport->ops == &tb__self_ops; /* then the address itself is used, in any memory */
     return is_here || is_on_host(region->device) ? export_by_transport(region, peer, key)
                                                  : export_share(region, peer, key);
 }

@@ -14,10 +14,10 @@ typedef struct tb__region tb__region;
 tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region **out);
 void tb__region_put(tb__region *region); /* NULL is allowed */
 
-/* The device that the region is on, and the memory there that it was in when it was made. */
+/* The region's device, and its memory there at the time when the region was made. */
 tb__device *tb__region_find(const tb__region *region, tb__memory *out);
 
-/* What a key begins with; then the transport's key, or id, offset and length of shared memory. */
+/* The first field of a key; then the transport's key, or id, offset and length of shared memory. */
 enum { TB__KEY_TRANSPORT = 1, TB__KEY_SHARE = 2 };
 
 /* Packs a key by which the peer can import the region (peer_memory.h). */
@@ -26,8 +26,8 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb__pack *key);
 /* Makes every region that shares a byte with these invalid, and revokes device memory there. */
 void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes);
 
-/* Memory that a device may still use although the work was given up, because the device does not finish it. It counts
- * as in use until the work is done. */
+/* Memory that a device may still use after work that the device did not finish was given up. It counts as in use until
+ * the work is done. */
 typedef struct tb__quarantine tb__quarantine;
 
 /* `what` names its user: "tensors of batch 'step'". NULL: there is no memory, and all memory counts as in use. */

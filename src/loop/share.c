@@ -51,7 +51,7 @@ static void begin_message(tb__pack *pack, uint32_t kind, uint64_t id) {
     tb__pack_u64(pack, id);
 }
 
-/* ---- Of the owner ------------------------------------------------------------------------------------------------ */
+/* ---- Owner ------------------------------------------------------------------------------------------------------- */
 
 tb_status tb__share_get(tb__loop *loop, tb__device *device, const tb__memory *memory, tb__share **out) {
     tb__share *share = loop->shares;
@@ -80,7 +80,7 @@ static void free_if_unused(tb__share *share) {
     free(share);
 }
 
-/* If there is no memory for the message, the holder stays unconfirmed, and an invalidation names it. */
+/* If memory for the message is short, the holder stays unconfirmed, and an invalidation names it. */
 static void send_revoke(holder *h, uint64_t offset, uint64_t nbytes) {
     tb__pack pack = {0};
     h->is_ending = true;
@@ -183,7 +183,7 @@ static void remove_holder(tb__share *share, holder *h) {
     free(h);
 }
 
-/* Serial 0: the peer could not map it, and may be asked again. */
+/* Serial 0: the peer could not map the memory, which may be shared with it again. */
 static bool on_revoked(const tb__peer *from, uint64_t id, tb__unpack *message) {
     uint64_t serial = tb__unpack_u64(message);
     bool is_unmapped = tb__unpack_u32(message) != 0;
@@ -203,10 +203,10 @@ static bool on_revoked(const tb__peer *from, uint64_t id, tb__unpack *message) {
         tb__loop_signal(from->loop);
         return true;
     }
-    return true; /* it is about one that is not shared any more */
+    return true; /* the memory is not shared any more */
 }
 
-/* ---- Of the importer --------------------------------------------------------------------------------------------- */
+/* ---- Importer ---------------------------------------------------------------------------------------------------- */
 
 static tb__import *find_import(const tb__peer *peer, uint64_t id) {
     tb__import *import = peer->loop->imports;
@@ -288,7 +288,7 @@ static void revoke_parts(tb__import *import, uint64_t first, uint64_t last) {
     }
 }
 
-/* Watches release parts, which must not free an import that is still looked at. */
+/* Watches release parts, which must not free an import that is still in use here. */
 static void call_watches(tb__loop *loop) {
     for (tb__revocation_watch *watch = loop->revocation_watches, *next; watch; watch = next) {
         next = watch->next;
@@ -313,7 +313,7 @@ static bool on_revoke(const tb__peer *from, uint64_t id, tb__unpack *message) {
     return true;
 }
 
-/* The device of this name, if the process uses it, also to pin host memory; else NULL, with tb_error_detail. */
+/* The device of this name, if the process uses it, also if only to pin host memory; else NULL, with tb_error_detail. */
 static tb__device *find_used_device(const tb__loop *loop, const char *name) {
     for (size_t i = 0; i < loop->ndevices; i++) {
         if (strcmp(loop->devices[i]->ops->name, name) != 0 || loop->devices[i]->ops == &tb__host_device_ops)
@@ -445,6 +445,6 @@ void tb__shares_free(tb__loop *loop, bool (*is_busy)(const tb__loop *loop, const
     for (tb__import *import = loop->imports, *next; import; import = next) {
         next = import->next;
         if (!import->parts && !(import->mapping && is_busy(loop, import->device)))
-            free_import(import); /* else a device that does not finish may still use it */
+            free_import(import); /* else a device may still use it for unfinished work */
     }
 }

@@ -56,7 +56,7 @@ void tb__stream_point_put(tb__stream_point *point) {
     free_unused(point);
 }
 
-/* Takes those that are done from the list. Returns whether others are left. */
+/* Removes points that are done from the list. Returns whether others are left. */
 static bool finish_points(tb__loop *loop) {
     bool has_more = false;
     for (tb__submitted **at = &loop->submitted, *it; (it = *at);) {

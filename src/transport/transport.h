@@ -19,7 +19,7 @@ extern const tb_transport_ops *const *_Atomic tb__transports;
 tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out);
 void tb__transport_close(tb_transport *transport);
 
-/* Call the slot of that name, or do what tensorbus/transport.h says if it is NULL. */
+/* Call the slot of that name, or the default that tensorbus/transport.h describes if it is NULL. */
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 /* The message of a failed operation. */
@@ -36,8 +36,8 @@ tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_
 tb_status tb__transport_send_fds(const tb_transport *t, int32_t peer, const int *fds, size_t nfds, uint64_t *id);
 tb_status tb__transport_take_fds(const tb_transport *t, int32_t peer, uint64_t id, int *fds, size_t nfds);
 
-/* Bytes in all pieces. (TB_API exports it to the other libraries of tensorbus, as all that is marked so in internal
- * headers.) */
+/* Bytes in all pieces. (TB_API here and in other internal headers: exported to the other libraries of
+ * tensorbus.) */
 TB_API size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
 
 /* Copies between pieces and contiguous memory, beginning `skip` bytes into the pieces. */

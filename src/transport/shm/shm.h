@@ -52,7 +52,7 @@ typedef struct shm_sent_fds {
     bool is_short; /* some are missing */
 } shm_sent_fds;
 
-/* What a rank shares with its peers. */
+/* The control page, which a rank shares with its peers. */
 typedef struct shm_control {
     _Atomic uint64_t message[SHM_LONG_MESSAGES]; /* serial << 2 | state */
     _Atomic uint64_t memory[SHM_REGISTRATIONS];  /* epoch of the valid registration; 0: none */
@@ -316,7 +316,7 @@ void shm_mappings_close(shm_peer *peer);
 void shm_retry_later(shm *s, const char *what, int error);
 /* Sends SHM_SHORTAGE. */
 void shm_tell_shortage(shm *s, shm_link *link);
-/* Loses the peer because this process has no descriptor for what it sent, and tells it so. */
+/* Loses the peer because this process has no descriptor for its frame, and tells it the reason. */
 void shm_lose_by_shortage(shm *s, shm_peer *peer);
 /* Accepts connections, and reserves descriptors for their hello. */
 void shm_accept(shm *s);

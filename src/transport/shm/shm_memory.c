@@ -243,5 +243,5 @@ tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, siz
             shm_process_read(peer, pieces, npieces, remote->base, ranges, nranges, 0, tb__pieces_size(pieces, npieces));
     if (status != TB_OK && shm_is_valid(NULL, remote))
         return status;
-    return check_valid(remote); /* what was read during an unregister is not valid */
+    return check_valid(remote); /* data read during an unregister is not valid */
 }

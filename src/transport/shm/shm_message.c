@@ -409,7 +409,7 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     while ((w = tb__waiters_take(&peer->queue)))
         shm_finish(s, (shm_posted *)w, status);
     while ((w = tb__waiters_take(&peer->sending))) {
-        shm_posted *p = (shm_posted *)w; /* the word tells whether it was received, even if SHM_DONE has not arrived */
+        shm_posted *p = (shm_posted *)w; /* the word shows whether it was received, even if SHM_DONE has not arrived */
         bool is_complete = atomic_load(message_word(s->control, p->slot)) == word_value(p->serial, MESSAGE_COMPLETE);
         free_word(s, p);
         shm_finish(s, p, is_complete ? TB_OK : status);

@@ -1,5 +1,5 @@
 /* Shortage of file descriptors: failed operations are retried, connections are accepted only if descriptors are left
- * for their hello, and peers that are lost for it are told why. */
+ * for their hello, and peers that are lost because of it get the reason. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -29,7 +29,7 @@ void shm_tell_shortage(shm *s, shm_link *link) {
 
 void shm_lose_by_shortage(shm *s, shm_peer *peer) {
     char why[256];
-    snprintf(why, sizeof why, "what it sent can't be received: %s", tb__errno_text(EMFILE));
+    snprintf(why, sizeof why, "a frame of it can't be received: %s", tb__errno_text(EMFILE));
     shm_tell_shortage(s, peer->in);
     shm_lose(s, peer, why);
 }

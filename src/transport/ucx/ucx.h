@@ -145,7 +145,7 @@ struct ucx_peer {
     uint64_t nendpoints;        /* that were created for the peer, in all its connections */
     tb__proof_end mine, theirs; /* of our hello, and of the peer's, */
     bool has_challenge;         /* which has arrived, */
-    bool is_challenge_driven;   /* and what it says of the peer's loop */
+    bool is_challenge_driven;   /* and whether the peer's loop has a thread */
     uint64_t id_out, id_in;     /* ucx_frame.from, known to those who have the key */
     bool has_hello;             /* its proof has arrived, too: it belongs to the bus */
     bool is_stranger;           /* it has begun, and has not proved yet that it belongs to the bus, */
@@ -260,11 +260,11 @@ typedef struct ucx_address {
 /* Comes before the address in a hello. */
 typedef struct ucx_challenge {
     uint8_t nonce[TB__PROOF_NONCE];
-    uint8_t code[TB__SHA256_NBYTES]; /* HMAC of the hello, with zeros in this place: who can't make it has not the key,
-                                        and UCX never sees its address */
+    uint8_t code[TB__SHA256_NBYTES]; /* HMAC of the hello, with zeros in this place. UCX never sees the address of a
+                                      * sender without the key */
 } ucx_challenge;
 
-/* What we keep for processes that have not proved yet that they belong to the bus: so many peers with an address. */
+/* Limits for processes that have not proved yet that they belong to the bus: their number, and bytes of an address. */
 enum { UCX_STRANGERS = 64, UCX_STRANGER_NBYTES = 4096 };
 _Static_assert(sizeof(ucx_peer) + TB_ADDRESS_MAX <= UCX_STRANGER_NBYTES, "a stranger takes at most 4 KiB");
 
@@ -290,7 +290,7 @@ void ucx_queue_until_hello(ucx_transfer *t);
 void ucx_answer_hello(ucx_peer *peer, bool is_driven);
 /* The peer's proof has arrived. False: it does not have the token. */
 bool ucx_on_proof(ucx_peer *peer, const unsigned char *proof, size_t nbytes);
-/* Drops what a stranger with the rank of another process has left. */
+/* Drops the state of a stranger with the rank of another process. */
 void ucx_forget_stranger(ucx_peer *peer);
 /* Receives hellos again, if there are fewer strangers than UCX_STRANGERS. */
 void ucx_listen_again(ucx *u);

@@ -1,6 +1,6 @@
 /* Which network interfaces UCX listens on. UCX trusts its network: a malformed frame trips one of its assertions, and
- * its handler of PUT writes where it is told. So, unless UCX_NET_DEVICES says otherwise, it gets no interface whose
- * address is public. */
+ * its handler of PUT writes to any address that a frame names. So, unless UCX_NET_DEVICES says otherwise, it gets no
+ * interface whose address is public. */
 #include "transport/ucx/ucx.h"
 
 #include "base/log.h"

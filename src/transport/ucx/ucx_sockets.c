@@ -2,9 +2,9 @@
  * its connections; but not while a child process holds them, too. So these sockets get close-on-exec, and are closed in
  * forked children.
  *
- * UCX's sockets are those that appear during a call of UCX: TCP, non-blocking, TCP_NODELAY, without close-on-exec. (A
- * socket of another thread would have to be the same to be mistaken for one.) Accepted sockets have the port of one of
- * UCX's listeners. A socket that is missed does little harm: the loss of the rank is noticed later. */
+ * UCX's sockets are those that appear during a call of UCX: TCP, non-blocking, TCP_NODELAY, without close-on-exec.
+ * (Only a socket of another thread with the same properties could be mistaken for one.) Accepted sockets have the port
+ * of one of UCX's listeners. A socket that is missed does little harm: the loss of the rank is noticed later. */
 #include "transport/ucx/ucx.h"
 
 #include "base/descriptors.h"
