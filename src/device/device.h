@@ -1,21 +1,21 @@
 /* The interface of devices: one table of functions each.
  *
- * A device owns a kind of memory, and is the only code that reads or writes tensors in it. Everything else gives it
- * *moves*: strided boxes that are copied, cast, reduced or quantised from one place to another. Moves are prepared
- * once, as a *job*, and run for every version; a run completes a *fence*. Adding a device takes a folder and a line in
- * device.c.
+ * A device owns a kind of memory, and is the only code that reads or writes tensors in it.
+ * Everything else gives it *moves*: strided boxes that are copied, cast, reduced or quantised
+ * from one place to another. Moves are prepared once, as a *job*, and run for every version; a
+ * run completes a *fence*. Adding a device takes a folder and a line in device.c.
  *
- * Rules:
- *  - Only src/device dereferences addresses of tensors.
- *  - One thread at a time calls `run`, `checksum`, `cancel` and `progress`: the driver of the world's loop. Other
- *    threads may call the other functions at the same time.
- *  - Nothing here waits. `run` and `checksum` submit work; fences complete in `progress`, and only there.
- *  - What a job reads and writes is the device's from `run` until the fence is done, whatever its status. A run that
- *    was cancelled is done when it touches nothing any more.
- *  - If `run` fails, its fence is never completed. A failure later on is the fence's status and message.
- *  - The device of the destination does a move, unless that is in host memory and the source is not: then the source's
- *    does. So every device can use host memory, and the host device no other.
- *  - Runs of one device may be done in any order, and at the same time: what must be first is named in `after`. */
+ * Rules:  - Only src/device dereferences addresses of tensors.  - One thread at a time calls
+ * `run`, `checksum`, `cancel` and `progress`: the driver of the world's loop. Other    threads
+ * may call the other functions at the same time.  - Nothing here waits. `run` and `checksum`
+ * submit work; fences complete in `progress`, and only there.  - The memory that a job reads and
+ * writes belongs to the device from `run` until the fence is done, whatever its    status. A run
+ * that was cancelled is done when it does not access memory any more.  - If `run` fails, its
+ * fence is never completed. A failure later on is the fence's status and message.  - The device
+ * of the destination does a move, unless that is in host memory and the source is not: then the
+ * source's    does. So every device can use host memory, and the host device no other.  - Runs of
+ * one device may be done in any order, and at the same time, but after the fences in their
+ * `after`. */
 #ifndef TB_DEVICE_DEVICE_H
 #define TB_DEVICE_DEVICE_H
 
@@ -48,11 +48,11 @@ typedef struct tb__memory {
     bool is_shareable; /* with other processes */
 } tb__memory;
 
-/* A number for what decides how other processes reach the memory: which unit of which device it is on, and whether it
- * can be shared. Never 0. */
+/* A number that identifies how other processes reach the memory: the device and unit that it is on, and whether it can
+ * be shared. Never 0. */
 uint64_t tb__device_memory_kind(const tb__device *device, const tb__memory *memory);
 
-/* What a program can remap or free at once: an allocation, or a piece of one. */
+/* A unit of memory that a program can remap or free: an allocation, or a piece of one. */
 typedef struct tb__memory_id {
     const void *base;
     uint64_t id;
@@ -110,14 +110,14 @@ typedef struct tb__device_ops {
     bool (*find)(tb__device *device, const void *address, size_t nbytes, tb__memory *out);
     /* (optional; default: memory does not change) Appends the pieces of memory that `find` found. Any thread. */
     tb_status (*list_ids)(tb__device *device, const tb__memory *memory, tb__memory_ids *out);
-    /* (with list_ids) What has become of a piece. Cheap. Any thread. */
+    /* (with list_ids) Whether a piece is still there. Cheap. Any thread. */
     tb__memory_change (*check_id)(tb__device *device, const tb__memory_id *id);
     /* Any thread. `index` is that of tb__memory. */
     tb_status (*alloc)(tb__device *device, int index, size_t nbytes, void **out);
     void (*free)(tb__device *device, void *address); /* NULL is allowed */
     /* (optional; default: TB_REFUSED) Memory for the program, of tb_alloc_on, which needs no open device; `find` of any
      * open one finds it, and it is shareable. An index of -1 is the unit that the calling thread uses. TB_REFUSED, with
-     * what is missing, if there is no such unit. Any thread. */
+     * the reason, if there is no such unit. Any thread. */
     tb_status (*alloc_on)(int index, size_t nbytes, void **out);
     bool (*free_on)(void *address); /* (with alloc_on) false: it is not such memory, and nothing happens. Any thread */
     /* (optional; default: TB_REFUSED) Pins whole pages of host memory, so that all units of the device read and write
@@ -135,8 +135,8 @@ typedef struct tb__device_ops {
      * that (TB_REFUSED). */
     tb_status (*map)(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out);
     /* (optional; default: TB_OK) Whether a unit can read memory of another one, in its jobs' sources and buffers:
-     * memory that `find` found, or from a mapping's base on. It is tried, and where the device can give the unit
-     * access, it does. TB_REFUSED: it can't; the sentence says why. Any thread. */
+     * memory that `find` found, or from a mapping's base on. Tries it, and gives the unit access if possible.
+     * TB_REFUSED, with the reason, if it can't. Any thread. */
     tb_status (*try_access)(tb__device *device, int index, const void *address, size_t nbytes);
     /* No run of a job that uses it may be under way, and such a job must not be run again. */
     void (*unmap)(tb__device *device, tb__mapping *mapping);
@@ -144,7 +144,7 @@ typedef struct tb__device_ops {
     /* (optional, all of stream_... and gate_...; default: TB_REFUSED, the device has no streams) Streams order the
      * program's own work on the device. `stream` points to a handle. TB_REFUSED: the stream is being captured. Any
      * thread may call these, while another one is in `progress`. All but gate_open may wait for room on the stream, and
-     * so for gates to be opened: they must be called without locks that who opens gates needs. */
+     * so for gates to be opened: they must be called without any lock that the thread which opens gates needs. */
     /* The fence is done when the work that is on the stream now is done; `cancel` makes it done soon, whatever becomes
      * of that work. Runs may name it in `after`. */
     tb_status (*stream_record)(tb__device *device, const void *stream, tb__fence *fence);
@@ -185,12 +185,12 @@ struct tb__device {
 extern const tb__device_ops *const *_Atomic tb__devices;
 
 tb_status tb__device_open(const char *name, tb__device **out);
-/* Frees memory of alloc_on. False: it is of no device. */
+/* Frees memory of alloc_on. False: no device has allocated it. */
 bool tb__devices_free(void *address);
 void tb__device_close(tb__device *device); /* NULL is allowed */
 
-/* Fails unless all of the bytes are memory of the unit that has the first of them, which may be in several memories
- * side by side. */
+/* Fails unless all of the bytes are on the same unit as the first; they may be in several adjacent
+ * memories. */
 tb_status tb__device_check_extent(tb__device *device, const void *address, size_t nbytes);
 
 /* Call the slot of that name, or the default above if it is NULL. */

@@ -1,4 +1,4 @@
-/* What is checked of moves before any device does them. */
+/* Checks of moves, before a device does them. */
 #include "device/move.h"
 
 #include "base/dtype.h"
@@ -60,7 +60,7 @@ int tb__move_packed_dim(const tb__move *move) {
     return found;
 }
 
-/* Of what is not empty. */
+/* Checks the addresses of a move that is not empty. */
 static tb_status check_addresses(const tb__move *move) {
     bool has_dst = move->kind == TB__MOVE_COPY || move->kind == TB__MOVE_DEQUANTISE;
     bool is_in_buffer = move->kind == TB__MOVE_QUANTISE && move->is_dst_in_buffer;
@@ -76,7 +76,7 @@ static tb_status check_addresses(const tb__move *move) {
     return TB_OK;
 }
 
-/* Which rows and columns of a matrix. Its scale is checked when it is run. */
+/* Checks the rows and columns of a matrix. Its scale is checked when the move is run. */
 static tb_status check_quantised(const tb__move *move) {
     const tb__quantised *q = move->quantised;
     bool is_made = move->kind == TB__MOVE_QUANTISE;
@@ -97,7 +97,7 @@ static tb_status check_quantised(const tb__move *move) {
     return TB_OK;
 }
 
-/* Rows of numbers, of which those of a matrix are made, or which are made of them. */
+/* Checks the rows of plain numbers that a matrix is made from or converted to. */
 static tb_status check_rows(const tb__move *move) {
     bool is_source = move->kind != TB__MOVE_DEQUANTISE;
     if (move->ndim != 2 || (is_source && move->nsrc != 1))

@@ -56,8 +56,8 @@ typedef struct tb__move {
      * array may be NULL. */
     tb__mapping *const *src_mapping;
     bool is_dst_in_buffer; /* dst is an offset in the run's buffer; of QUANTISE: data and scales are */
-    /* What dst and sources are parts of, or zeros. A device that pins host memory pins all of a tensor, or nothing: the
-     * driver refuses the program's own copies of what is pinned in part. */
+    /* The tensors that dst and sources are parts of, or zeros. A device that pins host memory pins all of a tensor, or
+     * nothing: the driver refuses the program's own copies of partly pinned memory. */
     tb__move_tensor src_tensor, dst_tensor;
     tb_dtype src_dtype, wire_dtype, dst_dtype;
     tb_reduce_op op;                /* if nsrc > 1 */

@@ -33,7 +33,7 @@ typedef struct tb__quant_format {
     tb__quant_kind kind;
     bool is_floor;        /* mxfp8: the exponent rule */
     bool is_power_of_two; /* fp8_block and fp8_tensor: the scales */
-    bool is_swizzled;     /* mxfp8 and nvfp4: scales in tiles of 128 x 4, what they have too much is zero; else rows */
+    bool is_swizzled;     /* mxfp8 and nvfp4: scales in tiles of 128 x 4, padded with zeros; else rows */
 } tb__quant_format;
 
 const char *tb__quant_name(tb__quant_kind kind); /* "mxfp8"; NULL if kind is invalid */
@@ -47,7 +47,7 @@ typedef struct tb__quant_size {
     int64_t block;                                   /* columns that share one; 0 for fp8_tensor */
 } tb__quant_size;
 
-/* Refuses what the format can't do: nvfp4 has an even number of columns, options are those of the format. */
+/* Refuses sizes and options that the format does not have: the columns of nvfp4 must be even. */
 tb_status tb__quant_measure(const tb__quant_format *format, int64_t rows, int64_t columns, tb__quant_size *out);
 
 /* A quantised tensor and where it is. */

@@ -1,5 +1,5 @@
-/* The driver of CUDA: libcuda.so.1, which is loaded when it is first needed. Its functions are found by their name and
- * the version of CUDA that brought them. */
+/* The CUDA driver, libcuda.so.1, which is loaded on first use. Functions are looked up by their name and the CUDA
+ * version that introduced them. */
 #include "device/cuda/cuda.h"
 
 #include "base/process.h"
@@ -37,7 +37,7 @@ static struct {
     pthread_mutex_t lock; /* while it is loaded */
     _Atomic enum stage stage;
     _Atomic bool is_in_use, is_shut_down;
-    _Atomic unsigned long long nloaded; /* libraries of the process when it was last looked for, and not found */
+    _Atomic unsigned long long nloaded; /* number of libraries the process had loaded at the last failed lookup */
     char why[256];                      /* of a failure */
     tb__owner owner;                    /* the process that has initialised it */
     uint64_t process_id;
@@ -46,11 +46,11 @@ static struct {
 static int take_nloaded(struct dl_phdr_info *info, size_t size, void *nloaded) {
     (void)size;
     *(unsigned long long *)nloaded = info->dlpi_adds;
-    return 1; /* it is the same for all libraries */
+    return 1; /* every library has the same number */
 }
 
-/* Asked about every tensor, while looking for a library that is not loaded takes files of all folders: it is looked for
- * when any has been loaded since the last time. */
+/* Called for every tensor. Looking for a library that is not loaded searches many directories, so this looks again only
+ * if any library has been loaded since the last time. */
 bool tb__cuda_is_in_use(void) {
     unsigned long long nloaded = 0;
     if (atomic_load_explicit(&driver.is_in_use, memory_order_relaxed))
@@ -58,7 +58,7 @@ bool tb__cuda_is_in_use(void) {
     dl_iterate_phdr(take_nloaded, &nloaded);
     if (nloaded > 0 && nloaded == atomic_load(&driver.nloaded))
         return false;
-    void *library = dlopen(LIBRARY, RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL); /* and stays */
+    void *library = dlopen(LIBRARY, RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL); /* never closed */
     if (library)
         atomic_store(&driver.is_in_use, true);
     else
@@ -66,7 +66,7 @@ bool tb__cuda_is_in_use(void) {
     return library;
 }
 
-/* With the lock held. Fails for good. */
+/* Needs the lock. The driver can't be used from now on. */
 __attribute__((format(printf, 1, 2))) static void give_up(const char *format, ...) {
     va_list args;
     va_start(args, format);

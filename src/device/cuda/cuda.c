@@ -2,8 +2,8 @@
  * loaded, and GPUs are set up, when memory on them is first used.
  *
  * Runs are launched in progress, each on one of a few streams of its GPU, and end with a signal on that stream.
- * Progress looks at the signals' words, and asks the driver only now and then, for errors. After a while without news
- * it puts a function behind the work that wakes the loop, and lets it sleep. */
+ * Progress polls the signals' words, and queries the driver only occasionally, for errors. After a while without a
+ * change it submits, after the work, a function that wakes the loop, and lets the loop sleep. */
 #include "device/cuda/cuda.h"
 
 #include "base/mem.h"
@@ -16,8 +16,8 @@
 
 enum {
     SPIN_US = 2000,  /* after a launch, before the loop may sleep */
-    QUERY_US = 1000, /* between questions to the driver */
-    CHECK_MS = 100,  /* between questions while the loop sleeps: after an error nothing wakes it */
+    QUERY_US = 1000, /* between queries of the driver */
+    CHECK_MS = 100,  /* between queries while the loop sleeps, because an error does not wake it */
 };
 
 /* The part of a run that is on one GPU. */
@@ -75,7 +75,7 @@ static int64_t now_us(void) {
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* Puts a function behind the part's work that wakes the loop. If that fails, the timer will do. */
+/* Submits, after the part's work, a function that wakes the loop. If that fails, the timer wakes it. */
 static void wake_after(cuda_device *device, gpu_part *part) {
     if (part->wakes || part->is_over || tb__gpu_push(part->gpu) != TB_OK)
         return;
@@ -98,7 +98,7 @@ static bool is_all_launched(const cuda_run *run) {
     return run->is_launched && run->relays.list.count == 0;
 }
 
-/* The fence that keeps a run from being launched: failed, or not done and not on a GPU either. */
+/* A fence because of which the run can't be launched: it has failed, or it is not done and its run is not on a GPU. */
 static const tb__fence *find_obstacle(cuda_device *device, const cuda_run *run) {
     const tb__fence *failed = NULL;
     for (size_t i = 0; i < run->what.nafter; i++) {
@@ -112,7 +112,7 @@ static const tb__fence *find_obstacle(cuda_device *device, const cuda_run *run) 
     return failed;
 }
 
-/* The stream goes on after the fences' runs of this device. */
+/* Makes the stream wait for the runs of this device's fences. */
 static tb_status wait_for_runs(cuda_device *device, const cuda_run *run, CUstream stream) {
     for (size_t i = 0; i < run->what.nafter; i++) {
         const cuda_run *before = run->after[i]->is_done ? NULL : find_run(device, run->after[i]);
@@ -127,7 +127,7 @@ static tb_status wait_for_runs(cuda_device *device, const cuda_run *run, CUstrea
     return TB_OK;
 }
 
-/* The GPU's context is current. Whatever fails, what was submitted ends with the signal. */
+/* The GPU's context is current. The signal follows the submitted work, also after a failure. */
 static tb_status submit(cuda_device *device, cuda_run *run, gpu_part *part) {
     TB_TRY(tb__lanes_choose(&device->lanes[part->gpu->ordinal], part->gpu, &part->lane));
     TB_TRY(tb__signal_get(part->gpu, &part->signal));
@@ -175,7 +175,7 @@ static void launch(cuda_device *device, cuda_run *run) {
 static void end_part(cuda_device *device, gpu_part *part) {
     if (part->lane)
         part->lane->nrunning--;
-    /* A waiter whose signal has not come would make the next one late. */
+    /* A waiter whose signal has not come would delay the next one. */
     if (part->wakes && tb__signal_has_come(part->signal))
         tb__lanes_end_wait(device->lanes[part->gpu->ordinal], part->waiter);
     tb__signal_put(part->signal);
@@ -206,7 +206,7 @@ static void complete(cuda_device *device, cuda_run *run, tb_status status, const
     atomic_fetch_sub(&device->nruns, 1);
 }
 
-/* All its work on GPUs is over. */
+/* Called when all its work on GPUs is over. */
 static void finish(cuda_device *device, cuda_run *run) {
     for (size_t i = 0; i < run->non; i++) {
         gpu_part *part = &run->on[i];
@@ -291,7 +291,7 @@ static bool step_relays(cuda_device *device, cuda_run *run, bool *did) {
     return false;
 }
 
-/* Whether anything has happened. */
+/* Returns whether anything has changed. */
 static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
     if (!run->is_launched) {
         const tb__fence *obstacle = run->is_cancelled ? NULL : find_obstacle(device, run);
@@ -305,7 +305,7 @@ static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
             launch(device, run);
         return true;
     }
-    bool is_programs = run->non == 1 && !run->on[0].lane; /* its stream may stand still for any time */
+    bool is_programs = run->non == 1 && !run->on[0].lane; /* its stream may be blocked for any time */
     if (run->is_cancelled && is_programs) {
         complete(device, run, TB_CANCELLED, "it was cancelled");
         return true;
@@ -318,7 +318,7 @@ static bool step_run(cuda_device *device, cuda_run *run, int64_t now) {
     return true;
 }
 
-/* When there is no news: the loop polls for a while, then sleeps. */
+/* Called when nothing has changed: returns whether the loop polls on. After a while it sleeps instead. */
 static bool polls_on(cuda_device *device, int64_t now) {
     bool is_any_launched = false;
     for (cuda_run *run = TAILQ_FIRST(&device->runs); run; run = TAILQ_NEXT(run, link)) {
@@ -334,7 +334,7 @@ static bool polls_on(cuda_device *device, int64_t now) {
     }
     tb__waker_set_timer(&device->waker, (int64_t)CHECK_MS * 1000000);
     device->is_timer_set = true;
-    return atomic_load(&device->waker.was_woken); /* before the timer was set, which has undone it */
+    return atomic_load(&device->waker.was_woken); /* it was woken before the timer was set, which cleared that */
 }
 
 static bool cuda_progress(tb__device *base) {
@@ -466,7 +466,7 @@ static tb_status cuda_checksum(tb__device *device, const void *address, size_t n
     return TB_OK;
 }
 
-/* What is on a GPU can't be stopped. */
+/* Work on a GPU can't be stopped. */
 static void cuda_cancel(tb__device *base, tb__fence *fence) {
     cuda_device *device = (cuda_device *)base;
     pthread_mutex_lock(&device->lock);
@@ -512,7 +512,7 @@ static tb_status cuda_stream_record(tb__device *device, const void *stream, tb__
     return TB_OK;
 }
 
-/* With the lock held: what the stream has to wait for. */
+/* Needs the lock. Holds the signals that the stream has to wait for. */
 static size_t hold_signals(const cuda_run *run, tb__signal **out) {
     size_t n = 0;
     for (size_t i = 0; i < run->non; i++) {
@@ -525,8 +525,8 @@ static size_t hold_signals(const cuda_run *run, tb__signal **out) {
 }
 
 /* A run that has not been launched yet is launched here, unless it waits for others. The lock is free, and the run may
- * end, while the stream is made to wait: where the stream is full, that lasts until a gate is opened, by a thread that
- * may need the lock before. */
+ * end, while the stream is made to wait: if the stream is full, that may last until a gate is opened, by a thread that
+ * may need the lock first. */
 static tb_status cuda_stream_wait(tb__device *base, const void *stream, const tb__fence *fence) {
     cuda_device *device = (cuda_device *)base;
     CUstream handle;

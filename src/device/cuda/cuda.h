@@ -90,7 +90,7 @@ typedef struct tb__cuda_api {
 extern tb__cuda_api tb__cuda;
 
 /* Loads libcuda.so.1 and initialises it, once. TB_REFUSED: there is no driver or no GPU, the process was forked after
- * the driver was initialised, or the driver has shut down; the sentence says which. */
+ * the driver was initialised, or the driver has shut down; the error message says which. */
 tb_status tb__cuda_load(void);
 /* Whether CUDA memory can exist in this process: libcuda.so.1 is loaded, by us or by the program. Cheap. */
 bool tb__cuda_is_in_use(void);
@@ -126,7 +126,7 @@ typedef struct tb__gpu {
     CUmodule module;
     CUfunction kernels[TB__CUDA_NKERNELS];
     _Atomic CUresult failure;                   /* the error that its context does not recover from */
-    _Atomic CUresult peer_access[TB__MAX_GPUS]; /* what came of enabling it to the memory of cuMemAlloc of each GPU */
+    _Atomic CUresult peer_access[TB__MAX_GPUS]; /* result of enabling access to memory of cuMemAlloc on each GPU */
     struct tb__signal_pool *signals;            /* signal.c */
 } tb__gpu;
 
@@ -134,7 +134,7 @@ typedef struct tb__gpu {
 tb_status tb__gpu_get(int ordinal, tb__gpu **out);
 int tb__gpu_count(void); /* 0 without a driver */
 bool tb__gpu_find_uuid(const CUuuid *uuid, int *ordinal);
-tb__gpu *tb__gpu_if_used(int ordinal); /* NULL: nobody has got it yet */
+tb__gpu *tb__gpu_if_used(int ordinal); /* NULL: not used yet */
 const char *tb__gpu_unit_name(int ordinal);
 /* "GPU-01234567-89ab-..." */
 typedef struct tb__gpu_uuid_text {
@@ -154,15 +154,15 @@ tb_status tb__gpu_note_error(CUresult result);
 
 /* ---- Signals (signal.c) ------------------------------------------------------------------------------------------ */
 
-/* Tells when a stream has done all work before it: by a word in pinned memory, which costs nothing to look at, and by
- * an event, for other streams and for errors. */
+/* Reports that a stream has done all work before it: by a word in pinned memory, which is cheap to poll, and by an
+ * event, for other streams and for errors. */
 typedef struct tb__signal {
     tb__gpu *gpu;
     CUevent event;
     _Atomic uint32_t *word;
     CUdeviceptr address; /* of the word */
-    uint32_t value;      /* that the word will have; each use has the next one */
-    bool is_silent;      /* the stream will not write it: the event tells, ... */
+    uint32_t value;      /* of the word when the signal has come; each use has the next one */
+    bool is_silent;      /* the stream will not write it: query the event, ... */
     bool is_recorded;    /* ... if it is on the stream */
     _Atomic uint32_t refs;
     struct tb__signal *next;
@@ -171,12 +171,12 @@ typedef struct tb__signal {
 tb_status tb__signals_create(struct tb__signal_pool **out);
 /* The GPU's context is current, here and in `send`. */
 tb_status tb__signal_get(tb__gpu *gpu, tb__signal **out);
-/* If it fails, work before it may be on the stream nevertheless: tb__signal_ask tells when it is done. */
+/* After a failure, work before it may be on the stream nevertheless: tb__signal_ask finds out when it is done. */
 tb_status tb__signal_send(tb__signal *signal, CUstream stream);
-/* Asks the driver about the work before the signal: notes the GPU's failure, and completes a signal that could not be
- * sent if that work is done. */
+/* Queries the driver about the work before the signal: records the GPU's failure, and completes a signal that could not
+ * be sent if that work is done. */
 void tb__signal_ask(tb__signal *signal, CUstream stream);
-void tb__signal_hold(tb__signal *signal); /* for each hold, a further put is needed */
+void tb__signal_hold(tb__signal *signal); /* needs one more put */
 void tb__signal_put(tb__signal *signal);  /* NULL is allowed. The signal need not have come */
 
 static inline bool tb__signal_has_come(const tb__signal *signal) {
@@ -196,7 +196,7 @@ typedef struct tb__waker {
 
 tb_status tb__waker_open(tb__waker *waker);
 void tb__waker_close(tb__waker *waker);
-/* Forgets what has come so far. 0: never. */
+/* Sets the timer, and clears earlier wakeups. 0: never. */
 void tb__waker_set_timer(const tb__waker *waker, int64_t ns);
 void tb__waker_wake(tb__waker *waker);
 /* Puts a function on the stream that wakes the loop. The stream's context is current. */
@@ -210,12 +210,12 @@ typedef struct tb__lane {
     size_t nrunning;
 } tb__lane;
 
-/* What a loop has on one GPU, whose context is current, except in `destroy`. */
+/* A loop's streams on one GPU, whose context is current, except in `destroy`. */
 typedef struct tb__lanes tb__lanes;
 
-/* The lane with the least to do. *lanes is made, if it is NULL, here and below. */
+/* The lane with the least work. *lanes is created if it is NULL, here and below. */
 tb_status tb__lanes_choose(tb__lanes **lanes, const tb__gpu *gpu, tb__lane **out);
-/* Puts a function behind the signal that wakes the loop, on a stream that is taken until tb__lanes_end_wait. */
+/* Submits, after the signal, a function that wakes the loop, on a stream that is reserved until tb__lanes_end_wait. */
 tb_status tb__lanes_wake_after(tb__lanes **lanes, const tb__gpu *gpu, const tb__signal *signal, tb__waker *waker,
                                size_t *out);
 void tb__lanes_end_wait(tb__lanes *lanes, size_t waiter);
@@ -223,8 +223,8 @@ void tb__lanes_destroy(tb__lanes *lanes, tb__gpu *gpu); /* NULL is allowed */
 
 /* ---- Streams of the program (stream.c) --------------------------------------------------------------------------- */
 
-/* The GPU of a stream, whose context is current then, until tb__gpu_pop. Refuses streams that are being captured, and
- * those of other contexts than the primary ones. */
+/* Finds the GPU of a stream, and makes its context current until tb__gpu_pop. Refuses streams that are being captured,
+ * and those of contexts other than the primary ones. */
 tb_status tb__stream_push(const void *stream, CUstream *handle, tb__gpu **gpu);
 
 tb_status tb__cuda_gate_create(tb__device *device, const void *stream, int64_t deadline_ms, tb__gate **out);
@@ -251,7 +251,7 @@ tb__gpu *tb__cuda_job_gpu(const tb__job *job, size_t i);
 typedef TB_VEC(size_t) tb__cuda_relay_list;
 tb_status tb__cuda_choose_relays(const tb__job *job, const tb__run *run, tb__cuda_relay_list *out);
 tb__job *tb__cuda_relay_job(tb__job *job, size_t relay, bool is_in);
-bool tb__cuda_begin_relays(tb__job *job); /* false: another run has not ended them */
+bool tb__cuda_begin_relays(tb__job *job); /* false: another run is executing them */
 void tb__cuda_end_relays(tb__job *job);
 
 /* Submits the kernels and copies of GPU i of a job to a stream of that GPU, whose context is current. Nothing blocks.
@@ -260,7 +260,7 @@ tb_status tb__cuda_launch_job(tb__job *job, size_t i, const tb__run *run, CUstre
 tb_status tb__cuda_launch_checksum(tb__gpu *gpu, const void *address, size_t nbytes, uint64_t *sum, CUstream stream,
                                    tb__cuda_launch **out);
 /* After the stream's work: takes results (amax, checksums), and frees it. Fails if a quantiser met an element that is
- * not finite; the sentence says where. */
+ * not finite; the error message says where. */
 tb_status tb__cuda_launch_finish(tb__cuda_launch *launch);
 /* The same, for work that was cancelled or has failed: results are dropped. */
 void tb__cuda_launch_discard(tb__cuda_launch *launch);
@@ -285,7 +285,7 @@ typedef enum tb__share_kind {
     TB__SHARE_POOL,   /* of a pool (cudaMallocAsync) that exports: a descriptor of the pool, and a handle in it */
 } tb__share_kind;
 
-/* An allocation, or a piece of VMM memory: what one handle stands for. */
+/* An allocation, or a piece of VMM memory: the memory of one handle. */
 typedef struct tb__memory_piece {
     CUdeviceptr base;
     size_t nbytes;
@@ -302,9 +302,9 @@ bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out);
 /* A descriptor of a pool, which every forked child closes. */
 CUresult tb__pool_export(CUmemoryPool pool, int *fd);
 
-/* Lets kernels of the GPU read memory on any GPU, and write it if that is asked for: its own, what is imported, the
- * program's. TB_REFUSED, with the driver's reason, if it can't be done: a kernel that did it nevertheless would end all
- * work of its process on the GPU. */
+/* Lets kernels of the GPU read memory on any GPU, and write it if requested: the library's own, imported, and the
+ * program's. TB_REFUSED, with the driver's reason, if that is impossible: a kernel that accessed it nevertheless would
+ * end all work of its process on the GPU. */
 tb_status tb__memory_give_access(const tb__gpu *gpu, CUdeviceptr address, size_t nbytes, bool is_written);
 /* The same, of mappings and of memory that `find` has found, for the units of the device. */
 tb_status tb__cuda_try_access(tb__device *device, int index, const void *address, size_t nbytes);

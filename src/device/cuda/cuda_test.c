@@ -1,5 +1,5 @@
-/* The CUDA device does what every device does; with $TB_UNITS, on so many GPUs, which may have access to each other's
- * memory or not. */
+/* The CUDA device passes the suite of all devices; with $TB_UNITS, on so many GPUs, with or without access to each
+ * other's memory. */
 #include "../tests/support/asserts.h"
 #include "../tests/support/device_conformance.h"
 

@@ -124,7 +124,7 @@ static tb_status load_kernels(tb__gpu *gpu) {
     return TB_OK;
 }
 
-/* Whether it works is tried, not asked. The program may have done it. */
+/* Tries it, instead of asking whether it is possible. The program may have enabled it already. */
 static void enable_peer(tb__gpu *from, const tb__gpu *to) {
     if (tb__gpu_push(from) != TB_OK)
         return;

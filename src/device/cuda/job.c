@@ -74,7 +74,7 @@ typedef struct host_bytes {
     tb__gpu *gpu;
 } host_bytes;
 
-/* What `prepare` finds out about the moves before it makes descriptors. */
+/* Facts about the moves, collected before descriptors are made. */
 typedef struct preparation {
     tb__job *job;
     tb__device *device;
@@ -100,7 +100,7 @@ static void measure_reach(const int64_t *len, int ndim, const int64_t *stride, t
     *high = bits == 4 ? to / 2 + (to % 2 != 0) : to * (bits / 8);
 }
 
-/* A place in memory that a move uses. */
+/* An operand of a move, and where it is in memory. */
 typedef struct operand {
     uintptr_t begin, end;
     bool is_in_buffer, is_source;
@@ -146,7 +146,7 @@ static tb_status visit_quantised(preparation *p, size_t i, operand_fn *fn) {
     return fn(p, i, &o);
 }
 
-/* The destination first. */
+/* Calls fn for each operand, the destination first. */
 static tb_status visit_operands(preparation *p, size_t i, operand_fn *fn) {
     const tb__move *move = p->moves[i];
     if (move->kind == TB__MOVE_QUANTISE)
@@ -166,7 +166,7 @@ static tb_status visit_operands(preparation *p, size_t i, operand_fn *fn) {
     return TB_OK;
 }
 
-/* The first operand on a GPU says which GPU does the move. */
+/* The first operand on a GPU determines which GPU does the move. */
 static tb_status choose_gpu(preparation *p, size_t i, const operand *o) {
     int found;
     if (o->is_in_buffer)
@@ -189,8 +189,8 @@ static uint32_t find_job_gpu(const preparation *p, size_t i) {
     return k;
 }
 
-/* What can't be read is brought by a relay; what can't be written, such as scales on another GPU than their data, is
- * refused. */
+/* Operands that the GPU can't read get a relay; operands that it can't write, such as scales on another GPU than their
+ * data, are refused. */
 static tb_status check_access(preparation *p, size_t move, const operand *o, const tb__gpu *gpu) {
     tb_status status = tb__cuda_span_access(&p->spans, gpu, o->begin, o->end, !o->is_source);
     if (status != TB_REFUSED || !o->is_source)
@@ -224,8 +224,8 @@ static int compare_host(const void *a, const void *b) {
     return (x->begin > y->begin) - (x->begin < y->begin);
 }
 
-/* What overlaps is pinned together, and so are neighbours, unless they are different tensors, which may not end at the
- * same time. */
+/* Overlapping ranges are pinned together, and so are adjacent ones, unless they are different tensors, which may have
+ * different lifetimes. */
 static tb_status pin_host(preparation *p) {
     if (p->host.count)
         qsort(p->host.item, p->host.count, sizeof *p->host.item, compare_host);
@@ -330,7 +330,7 @@ static tb_status add_moves(preparation *p) {
     return TB_OK;
 }
 
-/* All descriptors of a GPU in one piece of its memory. With its context. */
+/* Uploads all descriptors of a GPU to one piece of its memory. The GPU's context is current. */
 static tb_status upload_part(tb__cuda_part_of_gpu *part) {
     uint64_t nbytes = (uint64_t)tb__align((int64_t)part->heap.count, 256);
     for (int k = 0; k < TB__CUDA_NKERNELS; k++) {
@@ -364,7 +364,7 @@ static tb_status upload_all(tb__job *job) {
 
 /* ---- Jobs -------------------------------------------------------------------------------------------------------- */
 
-/* By part, and within one as they were given: neighbours in memory, mostly. */
+/* By part, and within one in the given order, in which neighbours are mostly adjacent in memory. */
 static tb_status sort_moves(preparation *p, const tb__move *moves) {
     uint64_t *keys = tb__malloc(p->nmoves, sizeof *keys);
     bool is_sorted = true;

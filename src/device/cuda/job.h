@@ -32,7 +32,7 @@ tb_status tb__cuda_upload(tb__gpu *gpu, CUdeviceptr to, const void *from, size_t
 
 /* ---- Places of memory (job_memory.c) ----------------------------------------------------------------------------- */
 
-/* Memory that moves of a job use, as it was found. */
+/* A range of memory that moves of a job use. */
 typedef struct tb__cuda_span {
     uintptr_t begin, end;
     int gpu;                              /* -1: host memory */
@@ -64,7 +64,7 @@ typedef struct tb__cuda_host_ranges {
     size_t count, capacity;
 } tb__cuda_host_ranges;
 
-/* Pins the bytes until tb__cuda_host_fini, unless they are. */
+/* Pins the bytes until tb__cuda_host_fini, unless they are pinned. */
 tb_status tb__cuda_host_pin(tb__cuda_host_ranges *ranges, tb__gpu *gpu, uintptr_t begin, uintptr_t end);
 void tb__cuda_host_fini(tb__cuda_host_ranges *ranges);
 /* Whether the address is in host memory that was pinned by these. GPUs use it by the host's addresses. */
@@ -72,7 +72,7 @@ bool tb__cuda_is_host(const tb__cuda_host_ranges *ranges, uintptr_t address);
 
 /* ---- Jobs (job.c) ------------------------------------------------------------------------------------------------ */
 
-/* What a move has become: items of a kernel, or copies by the copy engine. */
+/* How a move is executed: as items of a kernel, or as copies by the copy engine. */
 typedef struct tb__cuda_step {
     uint32_t first, count;
     uint16_t kernel; /* TB__CUDA_NKERNELS: the copy engine */
@@ -96,12 +96,12 @@ typedef struct tb__cuda_transfer {
     uint64_t src, dst, nbytes;
 } tb__cuda_transfer;
 
-/* Items from `first` on, up to those of the next stretch, are tiles `tile` and on of what is at `place`. */
+/* Items from `first` up to the next stretch's are tiles of the object at `place`, from tile `tile` on. */
 typedef struct tb__cuda_stretch {
     uint32_t first, place, tile;
 } tb__cuda_stretch;
 
-/* What a GPU does of a job. */
+/* The part of a job that one GPU does. */
 typedef struct tb__cuda_part_of_gpu {
     tb__gpu *gpu;
     TB_VEC(uint8_t) heap;
@@ -122,7 +122,7 @@ typedef struct tb__cuda_job_part {
     uint64_t last_run; /* number of the last run that included it */
 } tb__cuda_job_part;
 
-/* What of a move its GPU can't access. */
+/* An operand that the GPU of its move can't access. */
 typedef struct tb__cuda_far {
     const tb__move *move;
     int source; /* its index, or one of those below */
@@ -142,7 +142,7 @@ struct tb__job {
     size_t ngpus;
     TB_VEC(tb__cuda_step) steps; /* by part; a move has one or more */
     tb__cuda_job_part *parts;    /* by number; the last one is a sentinel */
-    size_t nparts, next_part;    /* the one after that which was found last */
+    size_t nparts, next_part;    /* next_part: the one after the last one found */
     uint64_t nruns;
     tb__cuda_host_ranges host;
     bool reads_buffer, writes_buffer; /* of a run */
@@ -151,7 +151,7 @@ struct tb__job {
     bool is_relaying; /* a run uses that memory */
 };
 
-/* job_relay.c: makes relays of moves, each of which has all its entries side by side, by part. */
+/* job_relay.c: makes relays of moves. The list is sorted by part, and the entries of a move are adjacent. */
 tb_status tb__cuda_add_relays(tb__job *job, const tb__cuda_far *far, size_t nfar);
 void tb__cuda_free_relays(tb__job *job);
 
@@ -160,7 +160,7 @@ tb_status tb__cuda_add_copy(tb__job *job, uint32_t gpu, const tb__move *move, co
 tb_status tb__cuda_add_matrix(tb__job *job, uint32_t gpu, const tb__move *move, const void *const *src,
                               bool is_scale_on_device); /* job_matrix.c */
 
-/* Shared by both: bytes of the heap, and tiles of what is there. */
+/* Shared by both: reserve bytes of the heap; add tiles of an object in it. */
 void *tb__cuda_heap_add(tb__cuda_part_of_gpu *part, size_t nbytes, uint32_t *place); /* NULL: no memory */
 tb_status tb__cuda_add_tiles(tb__job *job, uint32_t gpu, int kernel, uint32_t place, uint32_t first, uint32_t ntiles);
 tb_status tb__cuda_add_step(tb__job *job, uint32_t gpu, int kernel, uint32_t first, uint32_t count);

@@ -1,5 +1,5 @@
-/* Copies, casts and reductions as descriptors of boxes: dimensions that can be are merged, and the kernel is chosen by
- * what is contiguous and aligned. */
+/* Copies, casts and reductions as descriptors of boxes: dimensions are merged where possible, and the kernel is chosen
+ * by contiguity and alignment. */
 #include "device/cuda/job.h"
 
 #include "base/dtype.h"
@@ -17,8 +17,8 @@ enum {
 };
 #define MOST_ELEMENTS ((int64_t)1 << 30) /* of a box; counts of slots are below 2^31 */
 
-/* A move in as few dimensions as describe it, outermost first. Dimension i steps as dim[i] of the move does; those in
- * which the destination goes backwards are turned round. */
+/* A move with as few dimensions as possible, outermost first. Dimension i has the steps of the move's dim[i];
+ * dimensions in which the destination goes backwards are reversed. */
 typedef struct nest {
     const tb__move *move;
     const void *const *src;
@@ -130,7 +130,7 @@ static bool is_in_buffer(const tb__move *move, int64_t side) {
     return move->src_mapping && move->src_mapping[side] == TB__IN_BUFFER;
 }
 
-/* All addresses and steps of a side, but for one dimension of the nest (-1: none is left out), or'ed. */
+/* All addresses and steps of a side, except those of one dimension of the nest (-1: none), or'ed. */
 static uint64_t alignment_of(const nest *n, int64_t side, int but) {
     uint64_t bits = origin_of(n, side);
     for (int i = 0; i < n->ndim; i++) {
@@ -255,7 +255,7 @@ static tb_status add_pieces(tb__job *job, uint32_t gpu, const nest *n, bool is_a
     return tb__cuda_add_step(job, gpu, kernel, first, part->nitems[kernel] - first);
 }
 
-/* The dimension along which the source is contiguous, where that is another than the destination's; -1: none. */
+/* The dimension along which the source is contiguous, if it is not the destination's; -1: none. */
 static int find_transposed(const nest *n, int64_t unit) {
     int last = n->ndim - 1;
     if (n->move->nsrc == 0 || last < 1 || step_of(n, -1, n->dim[last]) != unit || n->len[last] < TRANSPOSE_MIN)
@@ -361,7 +361,7 @@ static tb_status add_plain(tb__job *job, uint32_t gpu, const nest *n) {
 
 /* ---- Casts and reductions ---------------------------------------------------------------------------------------- */
 
-/* By the bytes of an element of source and destination; -1: number_any serves. */
+/* By the bytes of an element of source and destination; -1: use number_any. */
 static int kernel_for(const tb__move *move, bool is_cast) {
     static const int casts[3][3] = {
         {TB__CUDA_cast_1_1, TB__CUDA_cast_1_2, TB__CUDA_cast_1_4},

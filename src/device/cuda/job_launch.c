@@ -1,4 +1,5 @@
-/* Launches: the chosen parts of a job as kernels and copies on a stream, and what the kernels report. Checksums. */
+/* Launches: submit the chosen parts of a job as kernels and copies on a stream, and collect the kernels' results.
+ * Checksums. */
 #include "device/cuda/job.h"
 
 #include "base/checksum.h"
@@ -15,7 +16,7 @@ struct tb__cuda_launch {
     tb__gpu *gpu;
     tb__cuda_block *block;  /* results, then lists of items; of a checksum: sums, then the bytes of the last block */
     tb__cuda_quant *quants; /* copies of those that were chosen, in their order */
-    uint32_t *results;      /* which result is each one's: its number less first_result */
+    uint32_t *results;      /* the index of each one's result, minus first_result */
     size_t nquants, nresults;
     uint32_t first_result;
     uint64_t *sum;
@@ -34,7 +35,7 @@ typedef struct item_ranges {
     uint32_t nitems;
 } item_ranges;
 
-/* What a launch takes of a job on one GPU. */
+/* The parts of a job that a launch executes on one GPU. */
 typedef struct selection {
     tb__job *job;
     size_t gpu;
@@ -129,7 +130,7 @@ static tb_status choose_items(selection *s, const tb__run *run) {
     return TB_OK;
 }
 
-/* ---- What travels to the GPU and back ---------------------------------------------------------------------------- */
+/* ---- Data to the GPU and back ------------------------------------------------------------------------------------ */
 
 static int compare_quants(const void *a, const void *b) {
     const uint32_t *x = a, *y = b;
@@ -259,7 +260,7 @@ static bool add_launch_range(tb__cuda_args *args, uint32_t *begin, uint32_t firs
     return true;
 }
 
-/* The ranges as tiles of what they are in, so that kernels need not look at items. False: these are too many. */
+/* Lists the ranges as tiles of their objects, so that kernels need not read items. False: there are too many. */
 static bool list_stretches(const tb__cuda_part_of_gpu *part, int kernel, const item_ranges *ranges,
                            tb__cuda_args *args) {
     size_t n = part->stretches[kernel].count;
@@ -356,7 +357,7 @@ static tb_status submit(tb__cuda_launch *launch, const selection *s, tb__cuda_ar
                             : TB_OK;
 }
 
-/* What can fail for want of memory comes before anything is submitted. */
+/* Everything that may lack memory is done before anything is submitted. */
 static tb_status launch_selection(tb__cuda_launch *launch, selection *s, const tb__run *run, CUstream stream,
                                   bool *is_submitted) {
     tb__cuda_part_of_gpu *part = &s->job->gpus[s->gpu];
@@ -396,7 +397,7 @@ tb_status tb__cuda_launch_job(tb__job *job, size_t i, const tb__run *run, CUstre
     free_selection(&s);
     if (status != TB_OK) {
         if (is_submitted)
-            launch->block = NULL; /* what was submitted may still use it */
+            launch->block = NULL; /* submitted work may still use it */
         free_launch(launch);
         return status;
     }
@@ -485,7 +486,7 @@ tb_status tb__cuda_launch_checksum(tb__gpu *gpu, const void *address, size_t nby
     }
     status = submit_checksum(launch, address, stream);
     if (status != TB_OK) {
-        launch->block = NULL; /* what was submitted may still use it */
+        launch->block = NULL; /* submitted work may still use it */
         free_launch(launch);
         return status;
     }

@@ -41,12 +41,12 @@ static uint32_t option_flags(const tb__quant_format *format) {
            (format->is_swizzled ? TB__CUDA_SWIZZLED : 0);
 }
 
-/* Whether it makes a scale byte for each block of a row: the slots are these blocks. */
+/* Whether it writes a scale byte for each block of a row: then the slots are these blocks. */
 static bool has_byte_scales(const band *b) {
     return b->move->kind == TB__MOVE_QUANTISE && b->size.scale_nbytes && b->size.band == 1;
 }
 
-/* Slots of a row, and rows with those that only scales in tiles have. */
+/* Counts the slots of a row, and the rows, including those that only scales in tiles have. */
 static void measure_slots(const band *b, int64_t slot, tb__cuda_matrix *m) {
     const tb__move *move = b->move;
     int64_t columns = move->len[1], rows = b->rows, per_row = (columns + slot - 1) / slot;
@@ -121,8 +121,8 @@ static tb__cuda_matrix begin_with(tb__cuda_matrix m, const tb__cuda_matrix *from
     return m;
 }
 
-/* Adds the rows to the last matrix, if they follow its own, as chunks of a tensor do: kernels wait for each new
- * descriptor that they come to. No tile may have rows of both. */
+/* Adds the rows to the last matrix, if they follow its own, as chunks of a tensor do: kernels wait when they load a new
+ * descriptor. No tile may have rows of both. */
 static bool extend_matrix(tb__cuda_part_of_gpu *part, const tb__cuda_matrix *m, tb__cuda_quant *quant, int kernel,
                           uint32_t *first_tile) {
     if (part->quants.count == 0)

@@ -219,7 +219,7 @@ tb_status tb__cuda_find_gpu(tb__cuda_spans *spans, tb__device *device, uintptr_t
     if (tb__cuda_find(device, (void *)begin, end - begin, &memory)) {
         span = (tb__cuda_span){
             .begin = (uintptr_t)memory.base, .end = (uintptr_t)memory.base + memory.nbytes, .gpu = memory.index};
-    } else if (tb__cuda_find(device, (void *)begin, 1, &memory)) { /* and more of it beside, or else it fails */
+    } else if (tb__cuda_find(device, (void *)begin, 1, &memory)) { /* the other bytes must be on the same GPU */
         TB_TRY(tb__device_check_extent(device, (void *)begin, end - begin));
         span = (tb__cuda_span){.begin = begin, .end = end, .gpu = memory.index};
     }

@@ -17,13 +17,13 @@ typedef struct relay_builder {
     size_t used, nbytes; /* of the memory */
 } relay_builder;
 
-/* A move, and what of it is far. */
+/* A move, and its operands that its GPU can't access. */
 typedef struct far_move {
     const tb__move *move;
     const tb__cuda_far *far;
     size_t nfar;
     int packed;                 /* the dimension whose elements share bytes; -1: none */
-    int64_t piece[TB_MAX_DIMS]; /* that is copied at once */
+    int64_t piece[TB_MAX_DIMS]; /* lengths of the piece that is copied at a time */
 } far_move;
 
 static size_t aligned(int64_t nbytes) {
@@ -163,7 +163,7 @@ static tb_status bring_bytes(relay_builder *b, const void *from, size_t nbytes, 
     return tb__move_list_add(&b->in, &in);
 }
 
-/* What is far of the quantised tensor. */
+/* Copies those parts of the quantised tensor that the GPU can't access. */
 static tb_status bring_quantised(relay_builder *b, int source, tb__quantised *q) {
     tb__quant_size size;
     void *at;
@@ -177,7 +177,7 @@ static tb_status bring_quantised(relay_builder *b, int source, tb__quantised *q)
     return TB_OK;
 }
 
-/* The piece of the move that begins at `start`. */
+/* Adds the piece of the move that begins at `start`. */
 static tb_status add_piece(relay_builder *b, const far_move *f, const int64_t *start) {
     const tb__move *m = f->move;
     tb__quantised q = m->quantised ? *m->quantised : (tb__quantised){0};

@@ -11,7 +11,8 @@
 
 /* ---- Finding memory ---------------------------------------------------------------------------------------------- */
 
-/* What the driver knows of an address. It writes 8, 32 or 64 bits, little-endian, so zeroed 64-bit fields suit all. */
+/* The driver's attributes of an address. It writes 8, 32 or 64 bits, little-endian, so zeroed 64-bit fields suit
+ * all. */
 typedef struct attributes {
     uint64_t memory_type, ordinal, id, is_legacy, handle_types, mempool, is_managed;
 } attributes;
@@ -84,7 +85,7 @@ bool tb__memory_find_piece(CUdeviceptr address, tb__memory_piece *out) {
     return find_range(out->ordinal, address, out);
 }
 
-/* Mixes the ids of pieces: a tensor's memory is other memory when any piece of it is. */
+/* Mixes the ids of pieces: a tensor's memory has changed if any piece has. */
 static uint64_t mix(uint64_t epoch, uint64_t id) {
     return (epoch ^ id) * 0x9e3779b97f4a7c15 ^ epoch >> 29;
 }
@@ -126,7 +127,7 @@ typedef struct block {
     tb__memory memory; /* has as many bytes as were asked for */
 } block;
 
-/* Of freed blocks that are kept for a GPU. */
+/* Freed blocks that are kept for each GPU. */
 enum { MOST_KEPT = 32 };
 static const size_t most_kept_nbytes = (size_t)1 << 30;
 
@@ -139,7 +140,7 @@ static struct {
     _Atomic size_t nblocks;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* With the lock held. The first block that ends behind the address, which may not be in it. */
+/* Needs the lock. The first block that ends behind the address, which may not be in it. */
 static size_t find_place(CUdeviceptr address) {
     size_t i = 0;
     TB_BISECT(i, pool.blocks.count, pool.blocks.item[i]->base + pool.blocks.item[i]->nbytes > address);
@@ -161,9 +162,9 @@ static bool find_block(CUdeviceptr address, size_t nbytes, tb__memory *out, bool
     return b;
 }
 
-/* For when the driver can't be asked any more: in a forked child, after a failure, at the end of the program. An
- * address that is not mapped for the CPU is taken for memory of a GPU, so that its use fails with a sentence; the host
- * device would crash. */
+/* Used when the driver can't be called any more: in a forked child, after a failure, at the end of the program. An
+ * address that is not mapped for the CPU counts as memory of a GPU: then its use fails with an error message, while the
+ * host device would crash. */
 static bool guess(const void *address, size_t nbytes, tb__memory *out) {
     *out = (tb__memory){.base = (void *)(uintptr_t)address, .nbytes = nbytes};
     return nbytes > 0 && tb__memory_check_mapped(address, 1) != TB_OK;
@@ -191,7 +192,7 @@ tb_status tb__cuda_list_ids(tb__device *device, const tb__memory *memory, tb__me
     (void)device;
     for (; at < last; at = p.base + p.nbytes) {
         if (!tb__memory_find_piece(at, &p))
-            return TB_OK; /* whoever uses it fails by name */
+            return TB_OK; /* its use fails with the device's message */
         if (!tb__vec_push(out, ((tb__memory_id){(const void *)p.base, p.id})))
             return TB_NO_MEMORY;
     }
@@ -219,7 +220,7 @@ tb_status tb__vmm_grant(CUdeviceptr base, size_t nbytes, const tb__gpu *gpu, CUm
             access[n++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, i}, .flags = flags};
     }
     CUresult result = tb__cuda.cuMemSetAccess(base, nbytes, access, n);
-    if (result != CUDA_SUCCESS && n > 1) /* others get it, or not, when they need it */
+    if (result != CUDA_SUCCESS && n > 1) /* other GPUs try again when they need it */
         result = tb__cuda.cuMemSetAccess(base, nbytes, access, 1);
     return result == CUDA_SUCCESS ? TB_OK
                                   : tb__cuda_fail(result, "access to %zu bytes of memory on %s", nbytes, gpu->unit);
@@ -436,7 +437,7 @@ static void destroy_block(size_t i) {
     free(b);
 }
 
-/* With the lock held. Frees what is kept for a GPU. Whether there was anything. */
+/* Needs the lock. Frees all kept blocks of a GPU. Returns whether there were any. */
 static bool destroy_kept(const tb__gpu *gpu) {
     bool did = false;
     for (size_t i = pool.blocks.count; i-- > 0;) {
@@ -450,7 +451,7 @@ static bool destroy_kept(const tb__gpu *gpu) {
     return did;
 }
 
-/* With the lock held, so that a GPU that is new finds it in the list, or is found by it. */
+/* Needs the lock, so that a new GPU finds the block in the list, or the block is granted to it. */
 static tb_status add_block(tb__gpu *gpu, size_t nbytes, block **out) {
     tb_status status = create_block(gpu, nbytes, out);
     if (status == TB_NO_MEMORY && destroy_kept(gpu))

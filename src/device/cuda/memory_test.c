@@ -99,7 +99,7 @@ static void test_not_shareable(void **state) {
     free_vmm(p, 2);
 }
 
-/* Memory of cudaMallocAsync: what its pool was made for decides. */
+/* Memory of cudaMallocAsync is shareable if its pool was made so. */
 static void test_pools(void **state) {
     (void)state;
     if (!has_shared_pools())
@@ -158,7 +158,7 @@ static void test_kept_memory(void **state) {
     device->ops->free(device, other);
 }
 
-/* What is kept is bounded. */
+/* The kept memory is bounded. */
 static void test_bound(void **state) {
     const fake_cuda_control *control = need_fake();
     enum { N = 100 };
@@ -177,7 +177,7 @@ static void test_bound(void **state) {
         device->ops->free(device, p[i]);
 }
 
-/* What is kept is given up when there is no other memory. */
+/* Kept memory is given up when there is no other memory. */
 static void test_shortage(void **state) {
     const fake_cuda_control *control = need_fake();
     void *p = alloc(7 << 20), *big = NULL;
@@ -217,7 +217,7 @@ static void test_without_vmm(void **state) {
     }
 }
 
-/* Whichever call fails, there is a sentence, and nothing is left behind. */
+/* Whichever call fails, there is an error message, and nothing leaks. */
 static void test_failed_calls(void **state) {
     const fake_cuda_control *control = need_fake();
     static const char *const calls[] = {"cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"};

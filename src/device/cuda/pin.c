@@ -38,7 +38,7 @@ static struct {
     size_t kept_nbytes;
 } pinned = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* With the lock held, as all below. The first registration that ends behind the address. */
+/* Needs the lock, as all below. The first registration that ends behind the address. */
 static size_t find_place(uintptr_t address) {
     size_t i = 0;
     TB_BISECT(i, pinned.list.count, pinned.list.item[i].last > address);
@@ -69,7 +69,7 @@ static bool is_pinned_by_program(uintptr_t first, uintptr_t last) {
     return ids[0] == ids[1];
 }
 
-/* There is room for it. */
+/* Capacity is reserved. */
 static void insert(registration r) {
     size_t i = find_place(r.first);
     for (size_t k = pinned.list.count++; k > i; k--)
@@ -151,7 +151,7 @@ static tb_status pin_bytes(tb__gpu *gpu, uintptr_t first, uintptr_t last, tb__cu
     return TB_OK;
 }
 
-/* Several registrations are one range of addresses for the GPU only if these are the host's. */
+/* The GPU sees several registrations as one range only if it uses the host's addresses. */
 static tb_status check_addresses(const tb__gpu *gpu) {
     int is_same = 0;
     CUresult result = tb__cuda.cuDeviceGetAttribute(
@@ -195,7 +195,7 @@ tb_status tb__cuda_pin_host(tb__gpu *gpu, uintptr_t *first, uintptr_t *last, tb_
     return status;
 }
 
-/* With the lock held: whether the last use of an arena is not ended. */
+/* Needs the lock. Whether the arena stays registered after its last use. */
 static bool is_kept(const tb__cuda_pin *pin) {
     size_t i = find_place(pin->first);
     bool is = pin->held.is_shared && i < pinned.list.count && pinned.list.item[i].first < pin->last &&

@@ -5,7 +5,7 @@
 
 #include <pthread.h>
 
-/* What a program has, and has not given back. */
+/* Memory that the program has allocated and not freed. */
 typedef struct held {
     void *address;
     tb__cuda_pin *pin; /* NULL: it is memory of a GPU */
@@ -16,8 +16,8 @@ static struct {
     TB_VEC(held) list;
 } program = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* In a forked child that can't use the driver the lock may be another thread's of the parent; only one thread is there.
- */
+/* In a forked child that can't use the driver, the lock may be held by a thread of the parent; the child has only one
+ * thread. */
 static bool lock_list(void) {
     return !tb__cuda_is_inherited() && pthread_mutex_lock(&program.lock) == 0;
 }
@@ -34,7 +34,7 @@ static tb_status hold(held h) {
     return is_held ? TB_OK : TB_NO_MEMORY;
 }
 
-/* False: it is not held in this way. */
+/* Removes it from the list. False: it is not there in this form. */
 static bool let_go(void *address, bool is_pinned, held *out) {
     bool is_found = false, is_locked = lock_list();
     for (size_t i = 0; i < program.list.count && !is_found; i++) {

@@ -62,7 +62,7 @@ static void test_current(void **state) {
     set_context(NULL);
 }
 
-/* What is written can be read; memory that was freed is none any more, and is not freed twice. */
+/* Memory can be written and read; freed memory is not found any more, and is not freed twice. */
 static void test_use(void **state) {
     enum { N = 1000 };
     char bytes[N], back[N];

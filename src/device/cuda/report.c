@@ -1,4 +1,4 @@
-/* Questions to the driver of CUDA, for reports. */
+/* Queries of the CUDA driver, for reports. */
 #include "device/cuda/report.h"
 
 #ifdef TB_HAS_CUDA

@@ -1,11 +1,11 @@
-/* What `tensorbus doctor` says about CUDA. In every build; nothing here makes a context. */
+/* Facts about CUDA for `tensorbus doctor`. In every build; nothing here creates a context. */
 #ifndef TB_DEVICE_CUDA_REPORT_H
 #define TB_DEVICE_CUDA_REPORT_H
 
 #include "base/error.h"
 
 typedef struct tb__cuda_driver {
-    int version; /* of CUDA that the driver is for: 13000 is 13.0 */
+    int version; /* the CUDA version of the driver: 13000 is 13.0 */
     int ngpus;
 } tb__cuda_driver;
 
@@ -18,7 +18,7 @@ typedef struct tb__cuda_gpu {
     bool has_read_only_pinning; /* host memory without write access can be pinned */
 } tb__cuda_gpu;
 
-/* TB_REFUSED: the build has no CUDA device, or there is no driver or no GPU. The sentence says which. */
+/* TB_REFUSED: the build has no CUDA device, or there is no driver or no GPU. The error message says which. */
 tb_status tb__cuda_describe_driver(tb__cuda_driver *out);
 tb_status tb__cuda_describe_gpu(int ordinal, tb__cuda_gpu *out);
 /* Whether a GPU can use the memory of another one. */

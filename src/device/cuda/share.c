@@ -17,13 +17,13 @@
 #include <unistd.h>
 
 enum { MOST_PIECES = 1 << 16, HANDLE_NBYTES = 64 };
-static const uint64_t most_nbytes = (uint64_t)1 << 46; /* of one memory: as many addresses as a GPU has, and less */
+static const uint64_t most_nbytes = (uint64_t)1 << 46; /* of one memory; fewer than a GPU has addresses */
 
 _Static_assert(sizeof(CUipcMemHandle) == HANDLE_NBYTES && sizeof(CUmemFabricHandle) == HANDLE_NBYTES &&
                    sizeof(CUmemPoolPtrExportData) == HANDLE_NBYTES,
                "handles of all kinds have one size in keys");
 
-/* Which memory it is. */
+/* Identifies the memory. */
 typedef struct identity {
     uint64_t process, base, nbytes, epoch;
     uint32_t kind;
@@ -73,7 +73,7 @@ static bool is_vmm(uint32_t kind) {
 
 /* ---- Sharing ----------------------------------------------------------------------------------------------------- */
 
-/* The driver makes descriptors that a program inherits when it is started. */
+/* The driver creates descriptors that are inherited across exec. */
 static void keep_fd(int fd) {
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     tb__fd_mark(fd);
@@ -307,7 +307,7 @@ static void close_in_pool(const import *it) {
     tb__cuda.cuMemPoolDestroy(it->pool);
 }
 
-/* The pool is imported again for each memory in it: one can't tell whether two descriptors are of the same pool. */
+/* The pool is imported again for each memory in it: it is unknown whether two descriptors are of the same pool. */
 static tb_status open_in_pool(import *to, const parsed_key *key, const tb__memory_key *given) {
     CUmemPoolPtrExportData data;
     memcpy(&data, key->pieces[0].handle, sizeof data);
@@ -475,7 +475,7 @@ tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, bool is_wr
     parsed_key parsed;
     cuda_mapping *mapping = NULL;
     tb_status status = parse_key(key, &parsed);
-    parsed.id.is_writable = is_writable && is_vmm(parsed.id.kind); /* what is not always is */
+    parsed.id.is_writable = is_writable && is_vmm(parsed.id.kind); /* other kinds always are */
     if (status == TB_OK) {
         mapping = tb__calloc(1, sizeof *mapping);
         status = mapping ? fill_mapping(device, &parsed, key, mapping) : TB_NO_MEMORY;

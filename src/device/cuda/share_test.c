@@ -13,7 +13,7 @@ enum { NPEERS = 3, MOST_FDS = 16, MOST_KEY = 1024 };
 
 typedef enum memory_kind { LEGACY, VMM, FABRIC, POOL, OWN, FREE_ALL } memory_kind;
 
-/* What a peer is asked for: memory of a kind, with the numbers of a seed. FREE_ALL: to free what it has. */
+/* A request to a peer: memory of a kind, filled from a seed; or, with FREE_ALL, to free all that it has. */
 typedef struct request {
     memory_kind kind;
     size_t npieces;
@@ -447,7 +447,7 @@ static void put_u64(tb__memory_key *key, size_t from_end, uint64_t value) {
 
 enum { NBYTES_AT = 4 + 8 + 8, UUID_AT = NBYTES_AT + 8 + 8 };
 
-/* Of memory of a pool: a descriptor of another pool, of anything else, none, and another size. */
+/* Memory of a pool with a descriptor of another pool, of another kind of file, none, and with another size. */
 static void check_bad_pools(void) {
     tb__memory_key key = ask(0, (request){.kind = POOL, .npieces = 2}),
                    other = ask(0, (request){.kind = POOL, .npieces = 2});
@@ -455,7 +455,7 @@ static void check_bad_pools(void) {
     key.fds.count = 0;
     check_bad(&key, TB_INVALID, "malformed");
     key.fds.count = 1;
-    if (fake_cuda()) { /* who lies about pools is stopped by the driver, in its own words */
+    if (fake_cuda()) { /* the driver refuses another pool, with its own error */
         key.fds.item[0] = other.fds.item[0];
         check_bad(&key, TB_IO, "importing 4194304 bytes of a pool on cuda:0: CUDA_ERROR_INVALID_VALUE");
     }
@@ -535,7 +535,7 @@ static void test_bad_keys(void **state) {
     ask(0, (request){.kind = FREE_ALL});
 }
 
-/* Whichever call fails, the sentence names it, and nothing stays open. */
+/* Whichever call fails, the error message names it, and nothing stays open. */
 static void test_failed_calls(void **state) {
     const fake_cuda_control *control = need_fake();
     static const struct {
@@ -590,7 +590,7 @@ static void test_failed_calls(void **state) {
 
 /* ---- Several GPUs ------------------------------------------------------------------------------------------------ */
 
-/* A GPU that is used later can use what is there, and what comes. */
+/* A GPU that is first used later can use existing and new memory. */
 static void test_second_gpu(void **state) {
     tb__gpu *second;
     void *own, *later;
@@ -620,7 +620,7 @@ static void test_second_gpu(void **state) {
     assert_null(current_context());
 }
 
-/* Pieces on several GPUs at neighbouring addresses are several memories, which no tensor is in. */
+/* Pieces on several GPUs at neighbouring addresses are several memories; no tensor can span them. */
 static void test_split_memory(void **state) {
     CUdeviceptr p;
     tb__memory memory;

@@ -1,5 +1,5 @@
-/* Signals: events and words in pinned memory, by which streams tell that they have got somewhere. They are made when
- * there are too few, and kept: making one may wait for the GPU. */
+/* Signals: events and words in pinned memory, by which streams report their progress. More are made when there are too
+ * few, and kept, because making them may wait for the GPU. */
 #include "device/cuda/cuda.h"
 
 #include "base/mem.h"
@@ -23,7 +23,7 @@ tb_status tb__signals_create(struct tb__signal_pool **out) {
     return TB_OK;
 }
 
-/* With the lock held. Those that have come meanwhile. */
+/* Needs the lock. Frees late signals that have come meanwhile. */
 static void collect_late(struct tb__signal_pool *pool) {
     for (tb__signal **at = &pool->late, *signal; (signal = *at);) {
         if (!tb__signal_has_come(signal)) {
@@ -128,7 +128,7 @@ void tb__signal_put(tb__signal *signal) {
     if (!signal || atomic_fetch_sub(&signal->refs, 1) > 1)
         return;
     struct tb__signal_pool *pool = signal->gpu->signals;
-    if (signal->is_silent) /* nobody else will */
+    if (signal->is_silent) /* the stream will not write it */
         atomic_store(signal->word, signal->value);
     tb__signal **list = tb__signal_has_come(signal) ? &pool->free : &pool->late;
     pthread_mutex_lock(&pool->lock);

@@ -1,8 +1,8 @@
 /* Streams of the program: what they are, and gates, which hold them.
  *
- * A gate is a word in pinned memory that the stream waits for. Whoever opens it stores a number there and makes no call
- * of the driver: the driver's locks may be taken by a call that waits for that very stream. Gates that nobody opens are
- * opened at their deadline by a thread of the process. */
+ * A gate is a word in pinned memory that the stream waits for. Opening it stores a number there, without a call of the
+ * driver, whose locks may be held by a call that waits for that very stream. A thread of the process opens gates at
+ * their deadline. */
 #include "device/cuda/cuda.h"
 
 #include "base/mem.h"
@@ -12,7 +12,7 @@
 
 /* ---- Streams ----------------------------------------------------------------------------------------------------- */
 
-/* Whether the handle stands for a stream of the calling thread's current context. */
+/* Whether the handle is a default stream, that of the calling thread's current context. */
 static bool is_default(CUstream stream) {
     return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
 }
@@ -36,7 +36,7 @@ static CUresult check_capture(CUstream stream) {
                                                                               : result;
 }
 
-/* The driver may want some current context to answer; that of the default stream is the current one. */
+/* The driver may need any current context for this; the default stream's context is the current one. */
 static CUresult get_context(CUstream stream, CUcontext *out) {
     if (is_default(stream)) {
         CUresult result = tb__cuda.cuCtxGetCurrent(out);
@@ -107,7 +107,7 @@ static void open_word(const tb__gate *gate) {
     atomic_store_explicit(gate->signal->word, gate->signal->value, memory_order_release);
 }
 
-/* With the lock held. Opens those whose time has come; the next time. */
+/* Needs the lock. Opens gates whose deadline has passed; returns the next deadline. */
 static int64_t open_late_gates(void) {
     int64_t now = tb__now_ms(), next = INT64_MAX;
     for (tb__gate *gate = LIST_FIRST(&gates.closed); gate; gate = LIST_NEXT(gate, link)) {

@@ -16,7 +16,7 @@ typedef struct tb__byte_box {
     int64_t src_step[TB_MAX_DIMS];
 } tb__byte_box;
 
-/* With `stream`, what is written is not meant to stay in the cache; tb__kernels.fence then has to follow. */
+/* With `stream`, stores bypass the cache, and tb__kernels.fence must follow. */
 void tb__bytes_move(const tb__byte_box *box, bool stream);
 
 /* Two dimensions, `len` long, that the two sides go through in opposite order: dst_step[1] is the smaller of its two,

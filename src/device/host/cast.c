@@ -1,5 +1,5 @@
-/* Casts of rows between any two floats, or any two integers. Other floats than f32 go through f32, f64 too, as in
- * PyTorch. Integers keep their low bits. */
+/* Casts of rows between any two floats, or any two integers. Floats are cast by way of f32, also f64, as in PyTorch.
+ * Integers keep their low bits. */
 #include "device/host/cast.h"
 
 #include "base/dtype.h"

@@ -1,6 +1,6 @@
 /* Extents: the stretches, free or in use, that arenas are cut into. They are found by address, and the first free one
- * that is long enough by size, both in logarithmic time. Pure bookkeeping: the memory itself is never looked at,
- * because peers can write to it. */
+ * that is long enough by size, both in logarithmic time. Pure bookkeeping: the memory itself is never read, because
+ * peers can write to it. */
 #ifndef TB_DEVICE_HOST_EXTENT_H
 #define TB_DEVICE_HOST_EXTENT_H
 

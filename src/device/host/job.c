@@ -102,7 +102,7 @@ static int compare_parts(const void *a, const void *b) {
     const tb__move *const *x = a, *const *y = b;
     if ((*x)->part != (*y)->part)
         return (*x)->part < (*y)->part ? -1 : 1;
-    return *x < *y ? -1 : *x > *y; /* as they were given: neighbours in memory, mostly */
+    return *x < *y ? -1 : *x > *y; /* in the given order: neighbours are mostly adjacent in memory */
 }
 
 static tb_status sort_moves(const tb__move *moves, size_t nmoves, tb__move *out) {

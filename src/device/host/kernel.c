@@ -21,7 +21,7 @@ const tb__kernels *tb__kernels_get(void) {
         return kernels;
     const tb__kernels *sets[TB__KERNEL_SETS_MAX];
     kernels = sets[tb__kernels_list(sets) - 1];
-    /* Threads that come here at once all write the same. */
+    /* Concurrent threads write the same value. */
     atomic_store_explicit(&chosen, kernels, memory_order_relaxed);
     return kernels;
 }

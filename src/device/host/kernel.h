@@ -17,7 +17,8 @@ enum {
 typedef void tb__widen_fn(float *dst, const void *src, size_t n);
 typedef void tb__narrow_fn(void *dst, const float *src, size_t n);
 
-/* Some rows of n elements in turns, a few of each at a time; streams, for which rows of `dst` begin on 32 bytes. */
+/* Narrows several rows of n elements, a few elements of each in turn. Streams: rows of `dst` must begin at multiples of
+ * 32 bytes. */
 typedef void tb__narrow_rows_fn(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t rows, size_t n);
 
 /* acc = src[0] op src[1] op ..., or with `resume` acc op src[0] op ... The accumulator is f32 for floats of at most 32
@@ -32,7 +33,7 @@ typedef struct tb__kernels {
     tb__widen_fn *widen[TB_DTYPE_COUNT];             /* f16, bf16, f8e4m3, f8e5m2 */
     tb__narrow_fn *narrow[TB_DTYPE_COUNT];           /* the same */
     tb__narrow_rows_fn *narrow_rows[TB_DTYPE_COUNT]; /* (optional) the same */
-    /* By dtype and op, TB_AVG as TB_SUM. NULL in a set other than the portable one: the portable one serves. */
+    /* By dtype and op, TB_AVG as TB_SUM. NULL in a set other than the portable one: use the portable one. */
     tb__combine_fn *combine[TB_DTYPE_COUNT][TB__REDUCE_OPS];
     tb__reduce_fn *reduce[TB_DTYPE_COUNT][TB__REDUCE_OPS]; /* (optional) */
     /* Copies and fills with zeros without leaving the destination in the cache; `fence` puts it in order with later
@@ -65,7 +66,7 @@ const tb__kernels *tb__kernels_avx512(void);
 enum { TB__KERNEL_SETS_MAX = 3 };
 int tb__kernels_list(const tb__kernels *sets[TB__KERNEL_SETS_MAX]);
 
-/* Tests: use this set from now on; NULL: what suits the machine. Not while copies run. */
+/* For tests: uses this set from now on; NULL: the set that suits the machine. Not while copies run. */
 void tb__kernels_force(const tb__kernels *kernels);
 
 #endif

@@ -1,5 +1,5 @@
 /* The kernels for processors with AVX2 and F16C. Ends of rows that fill no vector go to the portable ones, and so do
- * the dtypes for which compilers do as well. No fused multiply-add: it would give other bits. */
+ * the dtypes for which compilers generate equally fast code. No fused multiply-add: it would give other bits. */
 #include "device/host/kernel.h"
 
 #ifdef __x86_64__
@@ -326,7 +326,7 @@ KERNELS(e4m3, TB_F8E4M3)
 KERNELS(e5m2, TB_F8E5M2)
 COMBINE_ALL(f32, TB_F32)
 
-/* Bytes up to the next cache line, which have to go the usual way. */
+/* Bytes up to the next cache line, which can't be streamed. */
 static size_t head_bytes(const void *dst, size_t nbytes) {
     size_t head = -(uintptr_t)dst & 63;
     return head < nbytes ? head : nbytes;

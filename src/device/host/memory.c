@@ -185,7 +185,8 @@ static void close_file(file *it) {
     free(it);
 }
 
-/* The kernel overcommits, and kills processes that use it. So requests beyond the machine's memory are refused here. */
+/* The kernel overcommits, and kills processes that use too much. So requests beyond the machine's memory are refused
+ * here. */
 static tb_status check_room(size_t nbytes) {
     struct sysinfo info;
     struct rlimit limit;
@@ -222,7 +223,7 @@ static void release_idle(size_t keep) {
         release_arena(TAILQ_FIRST(&pool.idle));
 }
 
-/* A new file, for this arena and, where the process may have that, for many others. */
+/* A new file, for this arena and, if the process may have such a long one, for many others. */
 static tb_status add_file(size_t nbytes, file **out) {
     struct rlimit limit;
     size_t size = pool.file_bytes < min_file ? min_file : pool.file_bytes;
@@ -302,7 +303,7 @@ static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
     return TB_OK;
 }
 
-/* The idle arena that fits a large request best, unless it is so much larger that much would lie waste. */
+/* The idle arena that fits a large request best, unless it is so much larger that too much would be wasted. */
 static tb__extent *find_idle(size_t nbytes) {
     tb__extent *best = NULL;
     for (const arena *it = TAILQ_FIRST(&pool.idle); it; it = TAILQ_NEXT(it, idle_link)) {
@@ -553,7 +554,8 @@ void tb__memory_abandon(void *base) {
 static bool is_mapped(const void *ptr) {
     char byte;
     struct iovec here = {&byte, 1}, there = {(void *)(uintptr_t)ptr, 1};
-    return process_vm_readv(getpid(), &here, 1, &there, 1, 0) >= 0 || errno != EFAULT; /* else it can't be asked */
+    return process_vm_readv(getpid(), &here, 1, &there, 1, 0) >= 0 || errno != EFAULT; /* else the call is not
+                                                                                        * permitted */
 }
 
 tb_status tb__memory_check_mapped(const void *ptr, size_t nbytes) {

@@ -1,4 +1,4 @@
-/* tb_alloc: random requests against a model, what comes back and what goes, edges, threads, forks, failures. */
+/* tb_alloc: random requests against a model, reuse and release of memory, edge cases, threads, forks, failures. */
 #include "device/host/memory.h"
 #include "base/mem.h"
 
@@ -210,7 +210,7 @@ static blkcnt_t blocks_of(const int *fds, int nfds) {
     return sum;
 }
 
-/* What is idle does not pile up: it is given back, also from the middle of a file. */
+/* Idle memory is bounded: it is returned to the system, also from the middle of a file. */
 static void test_idle_is_bounded(void **state) {
     (void)state;
     enum { N = 12, EACH = 128 << 20 };
@@ -258,7 +258,7 @@ static place place_of(const char *p, size_t nbytes) {
     return (place){info.st_ino, first, first + nbytes};
 }
 
-/* What was given back is nobody's any more: a peer's GPU may still have the old pages. */
+/* Returned places of a file are never used again: a peer's GPU may still have the old pages. */
 static void test_places_are_used_once(void **state) {
     (void)state;
     enum { N = 8 };
@@ -280,7 +280,7 @@ static void test_places_are_used_once(void **state) {
     tb_free(stays);
 }
 
-/* What a device has pinned stays where it is, also when it is freed. */
+/* Memory that a device has pinned stays where it is, also when it is freed. */
 static void test_held(void **state) {
     (void)state;
     enum { N = 20 };
@@ -351,7 +351,7 @@ static void test_file(void **state) {
         assert_int_equal(fcntl(file.fd, F_GET_SEALS), F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
         assert_true(fcntl(file.fd, F_GETFD) & FD_CLOEXEC);
         assert_true((char *)file.base <= p && p + sizes[i] <= (char *)file.base + file.nbytes);
-        /* A peer sees what is written here, and may write what it likes, everywhere: that troubles nobody's books. */
+        /* A peer sees this process's data, and may write anything anywhere: the bookkeeping is not affected. */
         char *peer = mmap(NULL, file.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
         assert_true(peer != MAP_FAILED);
         p[sizes[i] - 1] = 77;
@@ -460,7 +460,7 @@ static bool fails_cleanly(void *arg) {
         if (status != TB_NO_MEMORY || p || nfailed > 10)
             return false;
     }
-    /* What failed has left nothing behind that could be in the way, or taken twice. */
+    /* Failed calls have left nothing behind that could be in the way, or taken twice. */
     tb_free(p);
     return nfailed >= 2 && tb_alloc(nbytes, &first) == TB_OK && first == p;
 }

@@ -128,7 +128,7 @@ static const char *source_at(const job *j, int64_t row, int64_t column) {
     return (const char *)j->from.data + (row * j->from.stride + column) * size;
 }
 
-/* Notes the first element of the unit that is not finite. */
+/* Records the first element of the unit that is not finite. */
 static void record_bad(job *j, int64_t row, int64_t rows, int64_t column, int64_t columns) {
     for (int64_t r = row; r < row + rows; r++) {
         for (int64_t c = column; c < column + columns; c++) {

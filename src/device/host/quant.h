@@ -6,8 +6,8 @@
 
 #include <stdatomic.h>
 
-/* The largest magnitude. TB_INVALID where an element is not finite, which says where ("row 3, column 5"); rows count
- * from the first one here. Amax of a scale group is the largest of its parts. */
+/* The largest magnitude. TB_INVALID if an element is not finite, with its position ("row 3, column 5") in the message;
+ * rows count from the first one here. Amax of a scale group is the largest of its parts. */
 tb_status tb__quant_amax(const tb__quant_rows *from, int64_t rows, int64_t columns, float *out);
 
 /* Quantises rows first .. first+rows-1, which are whole bands, into their places in `to`. TB_INVALID, with a message

@@ -1,5 +1,5 @@
-/* The quantisers for processors with AVX2 and F16C. Ends of rows that don't fill what is done at a time go to
- * the portable ones. */
+/* The quantisers for processors with AVX2 and F16C. Ends of rows that are shorter than a step go to the portable
+ * ones. */
 #include "device/host/kernel.h"
 #include "device/host/quant_kernel.h"
 
@@ -151,7 +151,7 @@ AVX2_INLINE constants make_constants(void) {
         .sixteenth = words(1 << 11), /* of what _mm256_mulhrs_epi16 takes for 1 */
         .one = words(BF16_ONE),      /* the 256th of that, too */
         .lowest = words(LOWEST * BF16_ONE << 4),
-        /* By the exponent: what a fraction below the normal numbers is multiplied with, in place of a shift. */
+        /* By the exponent: the factor of a fraction below the normal numbers, in place of a shift. */
         .factors = keep(_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))),
         .least = bytes(LEAST_NORMAL),
         .most = bytes(MOST),
@@ -232,8 +232,8 @@ AVX2_INLINE __m256i block_codes(const constants *k, const bf16_row *row, size_t 
     return is_floor ? _mm256_min_epu8(codes, k->most) : codes; /* else the scale sees to it */
 }
 
-/* False, and nothing is written, where a scale is so small that elements may be subnormal bf16 and count: their bits
- * don't have the form that is relied on. Also, unless it is exact, where codes may be below those of normal numbers. */
+/* False, with nothing written, if a scale is so small that subnormal bf16 elements matter, whose bits have another
+ * form. Unless is_exact, also false if codes may be below those of normal numbers. */
 AVX2_INLINE bool do_quad(const constants *k, const bf16_row *row, size_t i, __m256i *all, bool is_floor, bool stream,
                          bool is_exact) {
     __m256i amax = quad_amax(k, row, i);
@@ -342,9 +342,9 @@ AVX2_INLINE int64_t pack_nibbles(__m256i c0, __m256i c1) {
     return _mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
 }
 
-enum { GROUP = 8 }; /* blocks whose scales are worked out together: divisions are slow */
+enum { GROUP = 8 }; /* blocks whose scales are computed together: divisions are slow */
 
-/* Scales for the bits of so many amax, and what the elements are divided by. */
+/* Scales for the bits of so many amax, and the elements' divisors. */
 AVX2_INLINE void nvfp4_scales(uint8_t *scales, float *divisors, const uint32_t *most, float global) {
     __m256 x = _mm256_loadu_ps((const float *)(const void *)most), globals = _mm256_set1_ps(global);
     __m256i code = e4m3_round(_mm256_div_ps(_mm256_div_ps(x, _mm256_set1_ps(6.0F)), globals));

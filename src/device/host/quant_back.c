@@ -27,7 +27,7 @@ static float decode_e8m0(uint8_t byte) {
     return byte ? tb__f32_of((uint32_t)byte << 23) : 0x1p-127F;
 }
 
-/* What block `column` of a row is multiplied with. */
+/* The factor of block `column` of a row. */
 static float scale_at(const job *j, int64_t row, int64_t column) {
     const tb__quant_tensor *from = &j->from;
     int64_t columns = j->size.scale_columns;

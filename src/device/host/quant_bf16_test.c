@@ -1,5 +1,5 @@
-/* Every bf16 with every scale of MXFP8: what is made for AVX2 takes ways of its own there, by the numbers that lie
- * together, and must give the bits of the portable kernels on all of them. */
+/* Every bf16 with every scale of MXFP8: the AVX2 kernels have special cases there, chosen by neighbouring numbers, and
+ * must give the bits of the portable kernels for all of them. */
 #include "device/host/kernel.h"
 #include "device/host/quant.h"
 

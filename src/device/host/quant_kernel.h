@@ -1,8 +1,8 @@
 /* Quantisers of one row, or of a piece of one that begins with a block; in portable C and for AVX2, with the same bits.
  *
  * Each returns the bits of the largest magnitude: those of infinity or more where an element is not finite, and then
- * what it wrote means nothing. With `stream`, data that is aligned for it goes past the cache; the caller calls
- * tb__kernels.fence at the end. */
+ * its output is undefined. With `stream`, stores of aligned data bypass the cache; the caller calls tb__kernels.fence
+ * at the end. */
 #ifndef TB_DEVICE_HOST_QUANT_KERNEL_H
 #define TB_DEVICE_HOST_QUANT_KERNEL_H
 
@@ -33,7 +33,7 @@ extern const tb__quant_kernels tb__quant_kernels_portable;
 extern const tb__quant_kernels tb__quant_kernels_avx2;
 #endif
 
-/* What both sets work out in the same way. */
+/* Arithmetic that both sets share. */
 
 static inline uint32_t tb__larger(uint32_t a, uint32_t b) {
     return a > b ? a : b;
@@ -51,7 +51,7 @@ static inline float tb__f32_of(uint32_t bits) {
     return x;
 }
 
-/* What the E8M0 byte for an amax is, plus 8. 448 is 1.75 * 2^8: to round up is to carry from fractions over .75. */
+/* The E8M0 byte for an amax, plus 8. 448 is 1.75 * 2^8: rounding up is a carry from fractions over .75. */
 static inline uint32_t tb__mxfp8_exponent(uint32_t amax, bool is_floor) {
     return (is_floor ? amax : amax + 0x1fffff) >> 23;
 }
@@ -62,7 +62,7 @@ static inline uint32_t tb__mxfp8_scale(uint32_t amax, bool is_floor) {
 }
 
 /* 2^(127 - byte), by which elements are multiplied; both are powers of two, so nothing that counts is rounded. Bytes
- * over 247 come from what is not finite. */
+ * over 247 come from elements that are not finite. */
 static inline float tb__mxfp8_factor(uint32_t scale) {
     return tb__f32_of((254 - scale) << 23);
 }
@@ -81,7 +81,7 @@ static inline float tb__e4m3_value(uint8_t code) {
     return code < 8 ? (float)code * 0x1p-9F : tb__f32_of(((uint32_t)code << 20) + (120U << 23));
 }
 
-/* What elements of a block are divided by: infinity, which makes zeros of them, where it would be 0. */
+/* The divisor of a block's elements; infinity, which makes them zeros, if it would be 0. */
 static inline float tb__nvfp4_divisor(uint8_t scale, float global) {
     float divisor = tb__e4m3_value(scale) * global;
     return divisor > 0 ? divisor : tb__f32_of(TB__F32_INF);

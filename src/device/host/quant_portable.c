@@ -8,7 +8,7 @@
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { STEP = 128 }; /* elements at a time where blocks don't say it */
+enum { STEP = 128 }; /* elements at a time, for formats without blocks */
 
 ALWAYS_INLINE size_t bytes_per(tb_dtype dtype) {
     return dtype == TB_F32 ? 4 : 2;
@@ -93,7 +93,7 @@ ALWAYS_INLINE uint32_t nvfp4(tb_dtype dtype, uint8_t *data, uint8_t *scales, con
     return all;
 }
 
-/* Nothing here goes past the cache. */
+/* The portable quantisers do not stream. */
 #define KERNELS(name, dtype)                                                                                           \
     static uint32_t amax_##name(const void *src, size_t n) {                                                           \
         return amax(dtype, src, n);                                                                                    \

@@ -1,5 +1,5 @@
-/* Quantisers: both sets of kernels against the reference, against what other programs gave, in bands, on threads; and
- * what they refuse. */
+/* Quantisers: both sets of kernels against the reference, against other programs' results, in bands, on threads; and
+ * refused input. */
 #include "device/host/quant.h"
 
 #include "device/host/kernel.h"
@@ -87,7 +87,7 @@ static void check_same(const held *a, const held *b, const char *what) {
     }
 }
 
-/* Rows that are `gap` longer than the columns; NaN in between, which nobody should look at. */
+/* Rows with a gap after the columns; NaN in the gaps, which must not be read. */
 static tb__quant_rows make_rows(tb_dtype dtype, int64_t rows, int64_t columns, int64_t gap) {
     tb__quant_rows from = {.dtype = dtype, .stride = columns + gap};
     size_t nbytes = (size_t)(rows * from.stride) * number_size(dtype);
@@ -117,8 +117,8 @@ static bool is_finite(tb_dtype dtype, uint64_t bits) {
     return isfinite(number_value(dtype, bits));
 }
 
-/* Numbers as blocks meet them: about as large as their neighbours, or much smaller; halves between codes; zeros. Then
- * another 16 of another size. */
+/* Numbers as in real blocks: about as large as their neighbours, or much smaller; halves between codes; zeros. Then
+ * another 16 of another magnitude. */
 static void fill(const tb__quant_rows *rows, int64_t nrows, int64_t ncolumns, rng *g) {
     double unit = 1;
     for (int64_t r = 0; r < nrows; r++) {

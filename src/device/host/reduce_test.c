@@ -164,7 +164,7 @@ static void test_rounded_once(void **state) {
     assert_int_equal(sum, 0x3f81);
 }
 
-/* Neither the caller's rounding mode nor its exception flags play a part, and both are as before afterwards. */
+/* The caller's rounding mode and exception flags have no influence, and are unchanged afterwards. */
 static void test_environment(void **state) {
     (void)state;
     rng g = {test_seed()};

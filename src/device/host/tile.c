@@ -1,5 +1,5 @@
-/* Casts and reductions. A tile is a box of at most TILE elements that fits the first-level cache together with what is
- * made of it: sources that are not packed are gathered, the kernels run over rows, and the result is scattered if the
+/* Casts and reductions. A tile is a box of at most TILE elements that fits the first-level cache together with its
+ * result: sources that are not packed are gathered, the kernels run over rows, and the result is scattered if the
  * destination is not packed. Rows that are contiguous everywhere are read in place. */
 #include "device/host/tile.h"
 
@@ -24,8 +24,8 @@ typedef struct scratch {
     char acc[TILE * 8], packed[TILE * 8], wire[TILE * 8], out[TILE * 8];
 } scratch __attribute__((aligned(64)));
 
-/* The part of the copy in as few dimensions as describe it, outermost first. Dimension d steps as dim[d] of the copy
- * does. */
+/* The part of the copy with as few dimensions as possible, outermost first. Dimension d has the steps of the copy's
+ * dim[d]. */
 typedef struct nest {
     const tb__move *copy;
     tb__move_share part;
@@ -199,7 +199,7 @@ static const void *source_row(const nest *n, uint32_t k, const int64_t *index, c
     const int64_t *stride = n->copy->src_stride[k];
     const char *from = (const char *)n->copy->src[k] + offset_of(n, stride, index) * (int64_t)n->src_size;
     if (is_row(n, stride, len, count)) {
-        /* Of what mostly comes next. */
+        /* Touch the pages of the next tile, which mostly follows. */
         for (size_t at = 0; at < count * n->src_size && !n->reduce; at += TB__PAGE)
             tb__touch(from + count * n->src_size + at);
         return from;
@@ -248,7 +248,7 @@ static void reduce_tile(const nest *n, const int64_t *index, const int64_t *len,
         divide_row(copy->src_dtype, acc, count, copy->avg_divisor);
 }
 
-/* What `row` holds, in dtype `from`, through the wire dtype to `out`. */
+/* Converts `row`, of dtype `from`, by way of the wire dtype to `out`. */
 static void finish_row(const nest *n, const void *row, tb_dtype from, void *out, size_t count, char *wire) {
     tb_dtype mid = n->copy->wire_dtype, to = n->copy->dst_dtype;
     if (from == mid || mid == to) {

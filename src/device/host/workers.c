@@ -113,7 +113,7 @@ static void start_threads(void) {
     pthread_mutex_lock(&pool.changing);
     int wanted = atomic_load(&pool.wanted) - 1;
     if (pool.nthreads < wanted) {
-        /* Signals are the program's business, in the program's threads. */
+        /* Signals are handled by the program's threads. */
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);

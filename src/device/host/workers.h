@@ -52,8 +52,8 @@ void tb__workers_run(tb__work *work);
 /* The length of pieces for work whose units are bytes. */
 int64_t tb__workers_piece(int64_t nbytes);
 
-/* Calls fn(arg, from, to) for parts that make up 0 .. n-1, each once, and returns when all are done. With n the caller
- * says how finely the work may be split: what is not worth waking a thread for should be one. */
+/* Calls fn(arg, from, to) for parts that make up 0 .. n-1, each once, and returns when all are done. n limits how
+ * finely the work is split: it should be 1 for work that is not worth waking a thread for. */
 void tb__workers_for(int64_t n, tb__work_fn *fn, void *arg);
 
 #endif
