@@ -14,7 +14,7 @@ void tb__copy_break(tb_copy *copy, tb_status status) {
         return;
     copy->broken = status;
     snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
-    tb__handshake_break(&copy->handshake, status, false); /* peers that have agreed are told by the goodbye */
+    tb__handshake_break(&copy->handshake, status, false); /* the goodbye informs peers that have agreed */
     /* The next step breaks the flow: a step may be running in another thread now. */
     tb__loop_wake(copy->world->loop);
     tb__loop_signal(copy->world->loop);
@@ -162,7 +162,7 @@ tb_status tb__copy_find_loss(const tb_copy *copy) {
     return TB_OK;
 }
 
-/* The peer is lost. A run that has all it needs from the peer goes on. */
+/* The peer is lost. A run that needs nothing more from the peer continues. */
 static void drop_peer(tb_copy *copy, size_t at, const char *why) {
     tb__copy_peer *peer = &copy->peers[at];
     if (!copy->has_agreed || (!peer->lost_why && !(peer->lost_why = tb__strdup(why)))) {
@@ -187,7 +187,7 @@ static void on_copy_peer_lost(tb__port *port, tb__peer *peer) {
     drop_peer(copy, at, why);
 }
 
-/* ---- Coming and going ------------------------------------------------------------------------------------------ */
+/* ---- Joining and leaving --------------------------------------------------------------------------------------- */
 
 static void pack_copy_manifest(tb__handshake *handshake, tb__pack *pack) {
     const tb_copy *copy = (const tb_copy *)handshake;
@@ -302,7 +302,7 @@ static tb_status explain_group(const waiting *w, const char *what) {
     return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
 }
 
-/* The labels name this service's group: the loop labels a process by the first group it met it in. */
+/* Sets labels with this service's group: the loop labels a process by the first group it met it in. */
 static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *by_seat) {
     copy->position = tb__malloc((size_t)copy->size, sizeof *copy->position);
     copy->peers = tb__calloc(copy->handshake.npeers, sizeof *copy->peers);
@@ -336,7 +336,7 @@ static void name_service(tb_copy *copy, const char *name, const waiting *w) {
 }
 
 static tb_status connect_peers(waiting *w) {
-    free(w->peers); /* of the attempt before */
+    free(w->peers); /* of the previous attempt */
     w->peers = tb__calloc((size_t)w->roster.size, sizeof *w->peers);
     tb_status status = w->peers ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++) {
@@ -347,7 +347,7 @@ static tb_status connect_peers(waiting *w) {
     return status;
 }
 
-/* Also true if a peer was lost: another process may take its seat. */
+/* Also true if a peer was lost, because another process may take its seat. */
 static bool group_has_answered(void *arg) {
     waiting *w = arg;
     bool have_all = true;

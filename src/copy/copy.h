@@ -1,6 +1,6 @@
-/* What the files of the copy service share: copy.c (opening, closing, messages), copy_run.c (submitted operations, and
- * the agreement before a run), copy_move.c (the data), copy_memory.c (memory that the program invalidates),
- * reshard.c (plans of models, as runs), ir_run.c (IRs, as runs). */
+/* Shared by the files of the copy service: copy.c (opening, closing, messages), copy_run.c (submitted operations, and
+ * the agreement before a run), copy_move.c (the data), copy_memory.c (memory that the program invalidates), reshard.c
+ * (plans of models, as runs), ir_run.c (IRs, as runs). */
 #ifndef TB_COPY_COPY_H
 #define TB_COPY_COPY_H
 
@@ -35,14 +35,14 @@ struct tb_copy {
     char what[TB__DIRECTORY_MAX_NAME + 80]; /* "copy service 'weights' over shm" */
     tb_copy_opts opts;
     int32_t index, size;                /* this rank's seat, and the group's size */
-    int64_t bucket_size, staging_bytes; /* the least of all ranks */
+    int64_t bucket_size, staging_bytes; /* the smallest of all ranks */
     size_t *position;                   /* by seat: index in `peers` */
     tb__copy_peer *peers;               /* by position */
     size_t self;
     bool has_agreed;  /* all ranks have opened the service, and know that */
     tb_status broken; /* TB_OK: usable */
     char why[TB__WHY_MAX];
-    size_t nlost; /* peers that were lost: the running run may succeed without them, the next can't */
+    size_t nlost; /* lost peers: the current run may succeed without them, the next one can't */
 
     /* Submitted operations. */
     tb__copy_list sends, recvs;
@@ -54,7 +54,7 @@ struct tb_copy {
     tb__fault refused; /* why this rank can't do the next run */
     /* The next run is of an IR, in place of operations. */
     tb_ir *ir;           /* in ranks of the bus; NULL: it is not */
-    uint64_t *ir_hashes; /* by seat: what it has in common with that rank */
+    uint64_t *ir_hashes; /* by seat: the hash of the fields that it shares with that rank */
     tb__flow_tensor *ir_tensors;
     void (*on_bucket)(void *arg, size_t bucket, tb_bucket_step step);
     void *on_bucket_arg;
@@ -73,7 +73,7 @@ struct tb_copy {
     tb__phases phases;
     int64_t deadline_ms;
     bool has_moved;
-    bool copies_local; /* local copies are running, or functions of the user's that use tensors */
+    bool copies_local; /* local copies are running, or the user's functions that use tensors */
     tb_status status;  /* of the data's move; the message is in `moved_why` */
     char moved_why[TB__WHY_MAX];
     TB_VEC(struct tb__copy_backlog {

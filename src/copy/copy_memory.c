@@ -1,4 +1,4 @@
-/* Memory that the program invalidates while operations of a copy service are in it. */
+/* Invalidated memory that operations of a copy service use. */
 #include "copy/copy.h"
 
 #include <inttypes.h>

@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* How long a step that is copying may take to notice the deadline, and a device to finish what was cancelled. */
+/* Time for a step that is copying to notice the deadline, and for a device to finish cancelled work. */
 enum { GRACE_MS = 2000, STUCK_MS = 5000 };
 
 /* ---- Views ----------------------------------------------------------------------------------------------------- */
@@ -192,7 +192,7 @@ static void on_local_done(tb__jobs_run *run) {
     }
 }
 
-/* Its memory is in use until the device finishes it. */
+/* Its memory stays in use until the device finishes it. */
 static void give_up_local(tb_copy *copy, local_run *r) {
     char what[160];
     snprintf(what, sizeof what, "a local copy of %.80s that a device has not finished", copy->what);
@@ -218,7 +218,7 @@ static tb_status end_local(tb_copy *copy, local_run *r) {
     tb_status status = r->run.status;
     copy->copies_local = false;
     tb__jobs_release(&r->jobs);
-    tb__loop_signal(copy->world->loop); /* somebody may wait for the memory */
+    tb__loop_signal(copy->world->loop); /* tb_world_invalidate may wait for the memory */
     if (status == TB_OK)
         status = tb__copy_check_invalidated(copy);
     else if (status == TB_CANCELLED)
@@ -230,8 +230,8 @@ static tb_status end_local(tb_copy *copy, local_run *r) {
     return status;
 }
 
-/* Past the deadline it is cancelled. If a device does not finish it even then, the service is of no use any more, and
- * the memory stays in use. */
+/* Past the deadline it is cancelled. If a device does not finish it even then, the service becomes unusable, and the
+ * memory stays in use. */
 tb_status tb__copy_run_moves(tb_copy *copy, const tb__move *moves, size_t nmoves, void *dst_buffer, bool *is_stuck) {
     tb__loop *loop = copy->world->loop;
     local_run *r = tb__calloc(1, sizeof *r);
@@ -412,8 +412,8 @@ static void describe_run_wait(const tb_copy *copy, char *out, size_t room) {
     tb__flow_describe_wait(copy->flow, is_send, out, room);
 }
 
-/* A leg that has all its data succeeds, whatever peers report; at the deadline, also if it has not sent its last
- * messages. */
+/* A leg that has all its data succeeds, even if peers report failures; at the deadline, even if it has not sent its
+ * last messages. */
 static void check_legs(tb_copy *copy) {
     bool is_under_way = false, is_complete = true;
     bool is_over = tb__now_ms() >= copy->deadline_ms;
@@ -438,7 +438,7 @@ static void check_legs(tb_copy *copy) {
     }
 }
 
-/* The time of the next step, if no event comes before. */
+/* The time of the next step if no event comes before. */
 static int64_t next_step_ms(const tb_copy *copy) {
     int64_t when_ms = copy->has_moved ? INT64_MAX : copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {

@@ -215,7 +215,7 @@ static void pack_end(tb__pack *pack, const tb__match_end *end) {
     }
 }
 
-/* A rank whose own operations are invalid sends an empty offer, which is not compared; its vote says what is wrong. */
+/* A rank whose own operations are invalid sends an empty offer, which is not compared; its vote has the error. */
 static tb_status send_offers(tb_copy *copy, bool is_good) {
     for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};

@@ -1,5 +1,5 @@
-/* Executes an IR as a run of a copy service: checks it, tells what it has in common with each rank, and gives it to the
- * run's flow. */
+/* Executes an IR as a run of a copy service: checks it, sends each rank a hash of the fields that both share, and gives
+ * it to the run's flow. */
 #include "copy/copy.h"
 
 #include "base/dtype.h"
@@ -17,14 +17,14 @@ typedef struct execution {
     tb__flow_tensor *tensors;
     tb_binding *boxes; /* of targets */
     uint64_t *hashes;
-    uint8_t *steps;  /* by bucket: how many have been told */
+    uint8_t *steps;  /* by bucket: number of steps reported */
     bool is_foreign; /* a rank of the IR is not in the group ... */
     int32_t foreign; /* ... this one */
 } execution;
 
 /* ---- Progress -------------------------------------------------------------------------------------------------- */
 
-/* Tells the steps of a bucket, each once, up to this one. */
+/* Reports the steps of a bucket, each once, up to this one. */
 static void tell_steps(void *arg, size_t bucket, tb_bucket_step step) {
     execution *x = arg;
     for (; x->steps[bucket] <= (unsigned)step; x->steps[bucket]++) {
@@ -54,7 +54,7 @@ static int32_t bus_rank_of(void *arg, int32_t seat) {
     return copy->handshake.peers[copy->position[seat]]->rank;
 }
 
-/* *seats: a copy in seats. */
+/* *seats: a copy in which ranks are seats. */
 static tb_status map_ranks(execution *x, const tb_ir *ir, tb_ir **seats) {
     TB_TRY(tb__ir_copy(ir, seat_of, x, seats));
     if (x->is_foreign)
@@ -143,14 +143,14 @@ static tb_status read_parts(execution *x, const tb_ir_part *parts) {
         if (status != TB_OK)
             return tb__fail_within(status, "chunk %zu, of tensor '%.100s'", i, t->spec.name);
     }
-    for (size_t i = 0; i < ir->ntensors; i++) { /* that this rank has nothing to do with */
+    for (size_t i = 0; i < ir->ntensors; i++) { /* tensors of which this rank has no chunk */
         if (x->tensors[i].spec.src_dtype == TB_DTYPE_NONE)
             TB_TRY(read_part(x, &(tb_ir_part){0}, &x->tensors[i], 1, TB_U8));
     }
     return TB_OK;
 }
 
-/* No two chunks may be written to the same place. */
+/* No two chunks may be written to the same memory. */
 static tb_status check_targets(const execution *x) {
     const tb_ir *ir = x->ir;
     size_t n = 0, a, b;
@@ -169,7 +169,7 @@ static tb_status check_targets(const execution *x) {
     return a < n ? tb__fail(TB_INVALID, "two of its chunks would be written to the same memory") : TB_OK;
 }
 
-/* ---- The whole ------------------------------------------------------------------------------------------------- */
+/* ---- Execution ------------------------------------------------------------------------------------------------- */
 
 static tb_status prepare(execution *x, const tb_ir *ir, const tb_ir_part *parts) {
     tb_ir *seats = NULL;

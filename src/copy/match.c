@@ -109,7 +109,8 @@ tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out) {
 
 /* ---- Shapes ---------------------------------------------------------------------------------------------------- */
 
-/* From the last dimension on: of two lengths the shorter one must divide the longer one, whose rest meets the next. */
+/* From the last dimension on: of two lengths the shorter one must divide the longer one, whose quotient is compared
+ * with the next. */
 static bool split_to_common(const tb_shape *a, const tb_shape *b, tb_shape *out) {
     int64_t dims[2 * TB_MAX_DIMS], left_a = 1, left_b = 1;
     int i = a->ndim, j = b->ndim, n = 0;
@@ -192,8 +193,8 @@ static void name_shape(const tb_shape *shape, char *out, size_t room) {
         at += (size_t)snprintf(out + at, room - at, "%s%" PRId64, d ? "," : "", shape->dim[d]);
 }
 
-/* The source's strides in the target's shape, as PyTorch broadcasts: from the last dimension on, lengths are equal, or
- * the source's is 1, or it has no more. */
+/* The source's strides in the target's shape, by PyTorch's broadcasting rules: from the last dimension on, lengths are
+ * equal, or the source's is 1 or missing. */
 static bool broadcast_strides(const tb__match_view *from, const tb__match_view *to, int64_t *strides) {
     int missing = to->given_shape.ndim - from->given_shape.ndim;
     if (missing < 0)

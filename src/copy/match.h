@@ -13,17 +13,17 @@ typedef struct tb__match_view {
     int64_t nbytes; /* of all elements */
     int64_t strides[TB_MAX_DIMS];
     uint64_t memory_kind; /* of its data (device.h) */
-    tb_shape common;      /* after matching: the shape that both ends use ... */
+    tb_shape common;      /* set by matching: the shape that both ends use ... */
     uint64_t common_kind; /* ... and the kinds of memory of both */
     bool is_invalidated;  /* its memory was */
-    /* As it was given, for copies that cast and broadcast. */
+    /* The original ones, for copies that cast and broadcast. */
     tb_dtype given_dtype;
     tb_shape given_shape;
     int64_t given_strides[TB_MAX_DIMS];
 } tb__match_view;
 
 typedef struct tb__match_op {
-    uint64_t task_id; /* or, of operations without one, how many of those with the same seat came before it */
+    uint64_t task_id; /* for operations without one: the number of earlier ones with the same seat */
     bool has_no_id;   /* it was submitted with TB_NO_TASK */
     int32_t seat;     /* of the other end */
     uint32_t nviews;
@@ -52,7 +52,7 @@ tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out);
 tb_dtype tb__match_carrier(uint32_t item_bits);
 
 /* Matches operations of equal position, one to one and view by view. Sets the common shapes at both ends. `converts`:
- * where dtypes or shapes differ, the source is cast and broadcast to the target, and both views get their given dtypes;
+ * if dtypes or shapes differ, the source is cast and broadcast to the target, and both views get their given dtypes;
  * only for copies within a rank. */
 tb_status tb__match_ends(const tb__match_end *sender, const tb__match_end *receiver, bool converts);
 

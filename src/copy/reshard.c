@@ -1,5 +1,5 @@
-/* Executes a plan that somebody else has made: slices of parameters become operations of a copy service. What is cast,
- * quantised or transformed goes by way of a buffer, which is filled before the run or written back after it. */
+/* Executes a plan from elsewhere: slices of parameters become operations of a copy service. Slices that are cast,
+ * quantised or transformed use a buffer, which is filled before the run or written back after it. */
 #include "copy/copy.h"
 
 #include "base/dtype.h"
@@ -21,11 +21,10 @@ typedef struct param {
     bool is_encoded;
     tb__encoded encoded;
     void *accumulator;
-    int64_t nelements,
-        left; /* of a quantised target: how many the plan has, and how many operations are still to come */
+    int64_t nelements, left; /* of a quantised target: elements in the plan, and operations that have not arrived */
 } param;
 
-/* How an operation gets from its parameter to the wire, or back. */
+/* How an operation's data gets from its parameter to the wire, or back. */
 typedef enum way { WAY_DIRECT, WAY_COPY, WAY_TRANSFORM, WAY_ACCUMULATE } way;
 
 typedef struct operation {
@@ -33,7 +32,7 @@ typedef struct operation {
     param *param;
     tb_binding slice; /* of the parameter */
     way way;
-    char *buffer; /* what is on the wire; NULL: the slice itself, or the accumulator */
+    char *buffer; /* the data on the wire; NULL: the slice itself, or the accumulator */
     tb_transform_piece piece;
 } operation;
 
@@ -57,7 +56,7 @@ typedef struct execution {
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-/* Memory where `like` is, or of the host if that is NULL. */
+/* Allocates memory on the device of `like`, or on the host if that is NULL. */
 static tb_status allocate(execution *x, const void *like, int64_t nbytes, void **out) {
     tb__memory memory;
     tb__device *device = like ? tb__loop_find_memory(x->copy->world->loop, like, 1, &memory) : NULL;
@@ -81,7 +80,7 @@ static void execution_fini(execution *x) {
     free(x->allocations.item);
     for (int is_send = 0; is_send < 2; is_send++) {
         for (size_t i = 0; x->params[is_send] && i < x->nparams[is_send] && !x->is_stuck; i++)
-            free(x->params[is_send][i].name); /* jobs have it */
+            free(x->params[is_send][i].name); /* jobs refer to them */
         free(x->params[is_send]);
         free(x->ops[is_send]);
     }
@@ -181,7 +180,7 @@ static int compare_params(const void *a, const void *b) {
     return strcmp(((const param *)a)->name, ((const param *)b)->name);
 }
 
-/* In the order of names. */
+/* Sorts parameters by name. */
 static tb_status read_params(execution *x, bool is_source, const tb_reshard_param *given, size_t count) {
     param *params = x->params[is_source] = tb__calloc(count, sizeof *params);
     if (!params)
@@ -233,7 +232,7 @@ static bool is_transformed(const execution *x, const char *name, bool is_send) {
     return has_function && (!t->should_transform || t->should_transform(t->arg, name));
 }
 
-/* Where the buffers of a transform's piece are; its elements if the transform does not say. */
+/* The sizes of a piece's buffers; that of its elements if the transform does not set them. */
 static tb_status measure_piece(const execution *x, const operation *o, tb_transform_piece *piece, int64_t *nbytes) {
     const tb_transform *t = &x->transform;
     piece->nbuffers = 1;
@@ -347,7 +346,7 @@ static tb_status bind_buffer(const operation *o, tb_binding *out) {
     return tb_binding_contiguous(o->buffer, 0, o->param->wire, &o->slice.shape, out);
 }
 
-/* Functions of the user's get host memory: a slice that is elsewhere is copied there, and back. */
+/* Functions of the user need host memory: a slice on a device is copied there, and back. */
 static tb_status bind_host(execution *x, const operation *o, tb_binding *out) {
     void *scratch;
     int64_t nbytes;
@@ -388,7 +387,7 @@ static tb_status call_send(execution *x, operation *o) {
     return end_call(x, t->prepare_send(t->arg, &o->piece, &part, o->buffer));
 }
 
-/* A quantised slice as numbers. */
+/* Dequantises a slice. */
 static tb_status decode_slice(execution *x, const operation *o) {
     tb__move_list list = {0};
     const param *p = o->param;
@@ -486,7 +485,8 @@ static tb_status list_quantise(const param *p, float *scale, bool measures, tb__
     return scale ? tb__encoded_list_scale(scale, p->encoded.scale, list) : TB_OK;
 }
 
-/* All slices of the parameter are in its accumulator. A scale for all of it needs its largest magnitude first. */
+/* Called when all slices of the parameter are in its accumulator. A scale for the whole tensor needs its largest
+ * magnitude first. */
 static tb_status quantise(execution *x, const param *p) {
     bool is_global = tb__encoding_is_global(&p->encoded.encoding);
     float *number = NULL; /* a device may use it for longer than this call */
@@ -550,7 +550,7 @@ static tb_status finish(execution *x) {
     return TB_OK;
 }
 
-/* ---- The whole ------------------------------------------------------------------------------------------------- */
+/* ---- Execution ------------------------------------------------------------------------------------------------- */
 
 static tb_status read_plan(execution *x, const tb_reshard_plan *plan) {
     TB_TRY(tb__struct_read(&x->plan, sizeof x->plan, plan, 0, "a tb_reshard_plan"));
@@ -559,7 +559,7 @@ static tb_status read_plan(execution *x, const tb_reshard_plan *plan) {
                : TB_OK;
 }
 
-/* All ranks come to the run. One that could not prepare it says why there. */
+/* All ranks enter the run. A rank that could not prepare it reports why there. */
 static tb_status execute(execution *x, const tb_reshard_plan *plan, int64_t deadline_ms) {
     tb_copy *copy = x->copy;
     tb_status status = read_plan(x, plan);

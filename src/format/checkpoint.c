@@ -193,7 +193,7 @@ static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path
     return status;
 }
 
-/* ---- What is not part of the model --------------------------------------------------------------------------- */
+/* ---- Unindexed tensors --------------------------------------------------------------------------------------- */
 
 typedef TB_VEC(tb__unindexed) unindexed_list;
 
@@ -220,7 +220,7 @@ static tb_status list_part(const tb__checkpoint *c, size_t file, unindexed_list 
     return TB_OK;
 }
 
-/* A file that is not read. */
+/* Lists the tensors of a file that is not part of the model. */
 static tb_status list_stray(tb__checkpoint *c, const char *dir, const char *name, unindexed_list *out) {
     char *path;
     struct stat about;
@@ -267,7 +267,7 @@ static tb_status list_strays(tb__checkpoint *c, const char *dir, unindexed_list 
     return status;
 }
 
-/* What the index beside a model in one file has beyond that file. */
+/* Lists the tensors that an index beside a model in one file has, and the file has not. */
 static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_list *out) {
     char *path;
     json_t *json = NULL;
@@ -293,7 +293,7 @@ static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_
     return has_room ? TB_OK : TB_NO_MEMORY;
 }
 
-/* What would be lost comes first. */
+/* Tensors that the model does not have come first. */
 static int compare_unindexed(const void *left, const void *right) {
     const tb__unindexed *a = left, *b = right;
     if (!a->indexed_in != !b->indexed_in)

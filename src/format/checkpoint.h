@@ -30,7 +30,7 @@ typedef struct tb__checkpoint_tensor {
     size_t file;
 } tb__checkpoint_tensor;
 
-/* A tensor that lies in the directory of a model, but is not part of it. */
+/* A tensor in the directory of a model that is not part of the model. */
 typedef struct tb__unindexed {
     const char *file;       /* its name */
     const char *name;       /* of the tensor; NULL: the file can't be read */
@@ -45,15 +45,15 @@ typedef struct tb__checkpoint {
     size_t count;
     const tb__checkpoint_tensor *tensors; /* by name */
     int64_t nbytes;                       /* of them all */
-    int64_t index_nbytes;                 /* what the index has as metadata.total_size; -1: nothing */
+    int64_t index_nbytes;                 /* metadata.total_size of the index; -1: missing */
     size_t nunindexed;
     const tb__unindexed *unindexed; /* each once; those that the model does not have come first */
     tb__arena arena;
 } tb__checkpoint;
 
-/* Opens every file, and finds every tensor of the index in the file it names. What else there is in these files and in
- * others of the directory (*.safetensors) is listed as unindexed: transformers ignores it. So is what other files
- * beside model.safetensors have, or have by an index. total_size is kept, not checked, because it is wrong in published
+/* Opens every file, and finds every tensor of the index in the file it names. Other tensors in these files and in other
+ * *.safetensors files of the directory are listed as unindexed: transformers ignores them. So are tensors in other
+ * files, or in an index, beside model.safetensors. total_size is not checked, because it is wrong in published
  * models. */
 tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out);
 
@@ -82,7 +82,8 @@ typedef struct tb__rank_files {
     tb__arena arena;
 } tb__rank_files;
 
-/* Which ranks have a file; none is opened. A name like rank_07.safetensors, which stands for no rank, is an error. */
+/* Lists the ranks that have a file; opens none. A name like rank_07.safetensors, which is not the name of any rank's
+ * file, is an error. */
 tb_status tb__rank_files_init(const char *dir, tb__rank_files *out);
 void tb__rank_files_fini(tb__rank_files *files);
 
@@ -100,7 +101,7 @@ typedef struct tb__checkpoint_writer tb__checkpoint_writer;
  * metadata.
  *
  * Makes the directory if it is not there. TB_REFUSED if another run writes into it, or if it holds files of a
- * checkpoint: old and new files would be mixed. What killed runs left there is removed and counted. */
+ * checkpoint: old and new files would be mixed. Files that killed runs left there are removed and counted. */
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
                                 const tb__safetensors_metadata *metadata, size_t nmetadata, int64_t max_file_nbytes,
                                 tb__leftovers *removed, tb__checkpoint_writer **out);
@@ -112,7 +113,7 @@ tb_status tb__checkpoint_read_back(const tb__checkpoint_writer *writer, size_t i
                                    void *buffer);
 tb_status tb__checkpoint_commit(tb__checkpoint_writer *writer, bool sync);
 
-/* Abandons what was not committed: nothing stays behind. Accepts NULL. */
+/* Removes all files of a model that was not committed. Accepts NULL. */
 void tb__checkpoint_writer_destroy(tb__checkpoint_writer *writer);
 
 #define TB__MODEL_FILE  "model.safetensors"

@@ -1,4 +1,4 @@
-/* Writes a model into one file or several, which all get their names at the end. */
+/* Writes a model into one file or several. All files get their names at the end. */
 #include "format/checkpoint.h"
 
 #include "base/text.h"
@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Where a tensor went: to a file, and to which place among those given for that file. */
+/* Where a tensor is written: its file, and its position among the tensors of that file. */
 typedef struct slot {
     size_t file, place;
     int64_t nbytes;
@@ -17,7 +17,7 @@ typedef struct slot {
 
 typedef struct part {
     char name[64];
-    char *path; /* kept, so that a file can be taken back without memory */
+    char *path; /* kept, so that the file can be removed without allocating memory */
     tb__safetensors_writer *writer;
     bool is_committed;
 } part;
@@ -32,11 +32,11 @@ struct tb__checkpoint_writer {
     tb__arena arena;
 };
 
-/* Gives each tensor a file, by the rule of huggingface_hub: a file is closed by the first tensor that does not fit in,
- * and a tensor that fits in none is a file of its own, before the one that is being filled. Numbers are given when
- * files are closed. */
+/* Assigns each tensor to a file, by the rule of huggingface_hub: the first tensor that does not fit closes a file; a
+ * tensor larger than the limit has its own file, before the one that is being filled. Files are numbered when they are
+ * closed. */
 static tb_status deal_out(tb__checkpoint_writer *w, int64_t max_nbytes) {
-    size_t *number = tb__malloc(w->count, sizeof *number); /* of a file, by the order in which they were begun */
+    size_t *number = tb__malloc(w->count, sizeof *number); /* of a file, in the order of creation */
     if (!number)
         return TB_NO_MEMORY;
     size_t nbegun = 0, nclosed = 0, current = SIZE_MAX;
@@ -90,7 +90,7 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
     return TB_OK;
 }
 
-/* Each file's writer sees only its own. */
+/* Each file's writer checks only the names in its own file. */
 static tb_status check_names(const tb__checkpoint_writer *w) {
     const char **sorted = tb__memdup(w->names, w->count, sizeof *sorted);
     if (!sorted)
@@ -125,7 +125,7 @@ static tb_status create_part(tb__checkpoint_writer *w, size_t k, const tb__safet
     return status;
 }
 
-/* Those that a killed run left under names of the model are written anew. */
+/* Removes files that a killed run left under names of the model, because they are written anew. */
 static tb_status clear_folder(const tb__checkpoint_writer *w, tb__leftovers *removed) {
     const char **names = tb__malloc(w->nparts, sizeof *names);
     if (!names)
@@ -194,7 +194,7 @@ static int compare_entries(const void *left, const void *right) {
     return strcmp(((const entry *)left)->name, ((const entry *)right)->name);
 }
 
-/* With the blanks and the order that transformers has. */
+/* With the white space and the order of transformers. */
 static tb_status index_text(const tb__checkpoint_writer *w, tb__text *out) {
     int64_t total = 0;
     entry *entries = tb__malloc(w->count, sizeof *entries);

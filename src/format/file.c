@@ -1,4 +1,4 @@
-/* Files that are read and written in pieces; drafts that take the place of a file when they are done. */
+/* Files that are read and written in pieces; drafts, which replace a file when they are complete. */
 #include "format/file.h"
 
 #include "base/descriptors.h"
@@ -21,7 +21,7 @@ tb_status tb__file_fail_within(tb_status status, const char *path) {
     tb__saved_detail inner = tb__save_detail();
     size_t length = strlen(path);
     const char *end = length > MOST ? path + length - MOST : path;
-    while (end > path && (*end & 0xC0) == 0x80) /* not from the middle of a character */
+    while (end > path && (*end & 0xC0) == 0x80) /* not in the middle of a character */
         end++;
     return tb__fail(status, "%s%s: %s", end > path ? "..." : "", end, inner.text);
 }
@@ -32,7 +32,7 @@ tb_status tb__file_fail_errno(tb_status status, const char *path, const char *wh
 
 tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes) {
     struct stat about;
-    int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe without a writer must not hold us up */
+    int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* must not wait for the writer of a pipe */
     if (opened < 0) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
         return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, path, "can't be opened");
@@ -89,7 +89,7 @@ tb_status tb__file_join(const char *dir, const char *name, char **out) {
     return tb__text_take(&text, out);
 }
 
-/* The part of a path before its last name, and that name. */
+/* The length of a path up to its last name. */
 static size_t directory_length(const char *path) {
     const char *slash = strrchr(path, '/');
     return slash ? (size_t)(slash - path) + 1 : 0;
@@ -106,7 +106,7 @@ static bool lock_new(int fd) {
 
 static tb_status open_temporary(tb__draft *draft) {
     static atomic_uint next;
-    enum { ATTEMPTS = 1000 }; /* each name that is taken is what a killed process of the same id left */
+    enum { ATTEMPTS = 1000 }; /* an existing name was left by a killed process with the same id */
     size_t dir = directory_length(draft->path);
     for (int i = 0; i < ATTEMPTS; i++) {
         tb__text name = {0};
@@ -130,7 +130,7 @@ static tb_status open_temporary(tb__draft *draft) {
     return tb__file_fail_errno(TB_IO, draft->path, "can't be created");
 }
 
-/* Only what says that there is no room is a failure: not every file system can promise it. */
+/* Only a lack of space is a failure: not every file system can reserve it. */
 static tb_status reserve_blocks(const tb__draft *draft, int64_t nbytes) {
     if (nbytes > 0 && fallocate(draft->fd, 0, 0, nbytes) == 0)
         return TB_OK;
@@ -165,7 +165,7 @@ tb_status tb__draft_flush(tb__draft *draft, bool sync) {
         return TB_OK;
     if (sync && fsync(draft->fd) != 0)
         return tb__file_fail_errno(TB_IO, draft->path, "can't be written to the disk");
-    /* Some file systems tell at a close what went wrong before. The lock stays with the other descriptor. */
+    /* Some file systems report earlier errors at close. The lock stays with the other descriptor. */
     int fd = fcntl(draft->fd, F_DUPFD_CLOEXEC, 0);
     bool ok = fd >= 0 && (close(fd) == 0 || errno == EINTR);
     return ok ? TB_OK : tb__file_fail_errno(TB_IO, draft->path, "can't be written");

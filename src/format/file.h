@@ -13,7 +13,7 @@
 /* Puts "PATH: " before the message of tb_error_detail. Its value is `status`. */
 tb_status tb__file_fail_within(tb_status status, const char *path);
 
-/* "PATH: WHAT: " and what errno says. */
+/* "PATH: WHAT: " and the message of errno. */
 tb_status tb__file_fail_errno(tb_status status, const char *path, const char *what);
 
 /* A regular file, for reading. TB_INVALID if there is none at this path, TB_IO if it can't be opened. */
@@ -26,44 +26,44 @@ tb_status tb__file_write(int fd, const char *path, int64_t offset, const void *b
 /* DIR/NAME, to be freed by the caller. */
 tb_status tb__file_join(const char *dir, const char *name, char **out);
 
-/* Brings the directory that holds the name to the disk: a file that is there without its name is lost. */
+/* Flushes the directory that holds the name to the disk: a file without its name is lost. */
 tb_status tb__file_sync_name(const char *path);
 
-/* A file that is being written. It has a temporary name beside its own, and gets its own at the end, all at once:
- * readers see the file as it was before, or complete. The process has a lock (flock) on the temporary file as long as
- * that exists. One that is killed leaves the file behind, without the lock; its name is that of the file between a dot
- * and ".PID.N.tmp". */
+/* A file that is being written. It has a temporary name beside its final name, which it gets at the end, atomically:
+ * readers see the old file, or the complete new one. The process holds a lock (flock) on the temporary file as long as
+ * that exists. A killed process leaves the file behind, without the lock; its name is that of the final file between a
+ * dot and ".PID.N.tmp". */
 typedef struct tb__draft {
     char *path;
     char *temporary; /* NULL once it is gone */
     int fd;
 } tb__draft;
 
-/* Takes nbytes on the disk, where the file system can promise them, so that a full one is found here. Failures are
+/* Reserves nbytes on the disk, if the file system supports that, so that a lack of space is found here. Failures are
  * TB_IO, and leave nothing behind. */
 tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes);
 
-/* The last step that is likely to fail: hands everything to the system, or with `sync` to the disk. */
+/* The last step that is likely to fail: writes everything to the system, or with `sync` to the disk. */
 tb_status tb__draft_flush(tb__draft *draft, bool sync);
 
-/* Puts the file in its place; it must be flushed. Once that is done, a second call does nothing. */
+/* Renames the flushed file to its final name. A second call does nothing. */
 tb_status tb__draft_commit(tb__draft *draft);
 
-/* Removes what was not committed. Zero-initialised with fd -1 is fine, too. */
+/* Removes a file that was not committed. Zero-initialised with fd -1 is fine, too. */
 void tb__draft_fini(tb__draft *draft);
 
 typedef struct tb__leftovers {
     size_t count;   /* files that were removed */
-    int64_t nbytes; /* that they took on the disk */
+    int64_t nbytes; /* their size on the disk */
     size_t nstuck;  /* files that can't be removed */
     size_t nheld;   /* files that a process still writes, and that stay */
 } tb__leftovers;
 
-/* Whether it has the name of a temporary safetensors file or index; for scandir. */
+/* Whether the name is that of a temporary safetensors file or index; for scandir. */
 int tb__leftovers_is_one(const struct dirent *entry);
 
 /* Removes the temporary safetensors files and indices that killed processes left in the directory. Those that a process
- * still writes stay; so do all where the file system has no locks. A directory that is not there holds none. */
+ * still writes stay; so do all where the file system has no locks. A missing directory has none. */
 tb_status tb__leftovers_remove(const char *dir, tb__leftovers *out);
 
 #endif

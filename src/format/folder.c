@@ -70,7 +70,7 @@ tb_status tb__folder_keep(tb__folder *folder, bool sync) {
     return was_new ? tb__file_sync_name(folder->path) : TB_OK;
 }
 
-/* ---- What is there already ----------------------------------------------------------------------------------- */
+/* ---- Existing files ------------------------------------------------------------------------------------------ */
 
 typedef struct name_list {
     char text[112];

@@ -89,7 +89,7 @@ static tb_status list_files(found_files *found, const char *dir, DIR *stream) {
     }
 }
 
-/* Into the arena, in order. */
+/* Copies them into the arena, sorted. */
 static tb_status sort_found(const found_files *found, tb__rank_files *out) {
     size_t count = found->ranks.count, nothers = found->others.count;
     tb__rank_file *files = tb__arena_alloc(&out->arena, count, sizeof *files);

@@ -1,4 +1,4 @@
-/* Safetensors files for reading: opened, checked, read in parts. */
+/* Reads safetensors files: opens, checks, and reads parts. */
 #include "format/safetensors.h"
 
 #include <inttypes.h>

@@ -17,7 +17,8 @@ static tb_transform_piece piece_of(const entry *e, int ndim, const int64_t *len)
     return piece;
 }
 
-/* The size of a piece by this process's transform, which also says where its buffers are. Negative: it is wrong. */
+/* The size of a piece by this process's transform, which also sets the offsets of its buffers. Negative: the
+ * transform's answer is invalid. */
 static int64_t measure_piece(const entry *e, tb_transform_piece *piece) {
     const tb_transform *t = e->how.transform;
     int64_t n = 1, at = 0;
@@ -39,7 +40,7 @@ static int64_t measure_piece(const entry *e, tb_transform_piece *piece) {
     return piece->nbuffers ? at : -1;
 }
 
-/* Where only one side transforms a tensor, the other one knows its elements only. */
+/* If only one side transforms a tensor, the wire has its elements. */
 static int64_t user_nbytes(const void *arg, int ndim, const int64_t *len) {
     const entry *e = arg;
     tb_transform_piece piece = piece_of(e, ndim, len);
@@ -154,7 +155,7 @@ static tb_status choose_encoded(entry *e, tb__flow_tensor *t) {
     if (!to)
         return TB_OK;
     spec->dst_dtype = spec->src_dtype;
-    /* A sender that casts first can't quantise: the wire has what it has cast. */
+    /* A sender that casts first can't quantise: the wire has the cast numbers. */
     bool casts = spec->wire_dtype != TB_DTYPE_NONE && spec->wire_dtype != spec->src_dtype;
     t->is_gathered = !to->by_sender || e->how.src_encoding || casts;
     if (!t->is_gathered) {
@@ -201,7 +202,7 @@ static int64_t rows_in(const entry *e, const unit *u, uint32_t group, int64_t *f
     return (length - at < band ? length - at : band) * each;
 }
 
-/* The largest magnitude of a unit, which is in the slot. */
+/* Lists the move that finds the largest magnitude of a unit in the slot. */
 static tb_status list_amax(const tb__convert *c, unit *u, const char *slot, tb__move_list *out) {
     for (size_t i = 0; slot && i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];

@@ -1,9 +1,9 @@
 /* Conversions of a flow's tensors: quantising, dequantising, and the user's transforms. Which side converts, and when,
  * follows from arguments that all ranks have, so that all ranks agree.
  *
- * A target that is quantised where it is received gathers in slots (flow/flow.h), whole or band by band, and is
- * quantised from there. Tensors with a scale for all of them gather whole, all of a scale group together; then the
- * ranks with parts of it exchange their largest magnitudes. */
+ * A target that its receiver quantises is gathered in slots (flow/flow.h), whole or band by band, and quantised from
+ * there. Tensors with one scale for the whole tensor are gathered whole, all of a scale group together; then the ranks
+ * with parts of it exchange their largest magnitudes. */
 #ifndef TB_RESHARD_CONVERT_H
 #define TB_RESHARD_CONVERT_H
 
@@ -16,7 +16,7 @@ typedef struct tb__convert_how {
     const tb__encoded *src, *dst;                      /* this rank's encoded parts; NULL: none */
     const char *scale_group;                           /* of the target; NULL: each part has its own scale */
     bool is_sent_transformed, is_received_transformed; /* by the sending side, by the receiving side */
-    bool is_whole;                                     /* one of them wants whole pieces */
+    bool is_whole;                                     /* one of the sides wants whole pieces */
     const tb_transform *transform;                     /* this process's; NULL: none */
 } tb__convert_how;
 

@@ -1,4 +1,4 @@
-/* Shared by convert.c (conversions) and convert_steps.c (which tensors are gathered together). */
+/* Shared by convert.c (conversions) and convert_steps.c (tensors that are gathered together). */
 #ifndef TB_RESHARD_CONVERT_INSIDE_H
 #define TB_RESHARD_CONVERT_INSIDE_H
 
@@ -8,12 +8,12 @@
 typedef struct entry {
     char *name;
     tb__convert_how how;
-    tb__encoding src_encoding, dst_encoding; /* what `how` points to */
+    tb__encoding src_encoding, dst_encoding; /* copies of those in `how` */
     tb__codec codec;
     tb_dtype dtype; /* of gathered data, or of a transform's input */
     tb_shape most;  /* the largest part of any target, by dim */
     int64_t nbytes; /* of that, in a slot */
-    size_t unit;    /* of one that gathers: its index */
+    size_t unit;    /* index, if the tensor is gathered */
     size_t slot_offset;
     int64_t band;
 } entry;
@@ -24,7 +24,7 @@ typedef struct peer_amax {
     float amax;
 } peer_amax;
 
-/* Tensors that are gathered and quantised together: one, or a scale group. */
+/* Tensors that are gathered and quantised together: a single one, or a scale group. */
 typedef struct unit {
     size_t first, count; /* of `order` */
     uint32_t group;
@@ -32,7 +32,7 @@ typedef struct unit {
     size_t nranks; /* that exchange magnitudes, including this one if it has a part */
     int32_t *ranks;
     uint64_t measured, told; /* attempts */
-    float amax, scale;       /* of this rank's parts, and of all: where is_global */
+    float amax, scale;       /* amax: of this rank's parts; scale: of all. Where is_global */
     TB_VEC(peer_amax) peer_amaxes;
 } unit;
 
@@ -40,11 +40,11 @@ struct tb__convert {
     int32_t rank;
     size_t nentries;
     entry *entries; /* by key */
-    size_t *order;  /* of those that gather, unit by unit */
+    size_t *order;  /* of gathered tensors, unit by unit */
     TB_VEC(unit) units;
     size_t ngroups;
     uint32_t *user_groups;
-    size_t *unit_of;       /* by group: the first of its units, or where it would be */
+    size_t *unit_of;       /* by group: its first unit, or the next group's if it has none */
     int64_t *group_nbytes; /* by group: in a slot */
     int64_t most_nbytes;   /* of a slot */
     int32_t awaited;       /* a rank whose magnitude is missing */

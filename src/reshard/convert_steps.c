@@ -8,7 +8,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { SLOT_NBYTES = 8 << 20 }; /* a slot is no larger without need, so that it stays in the cache */
+enum { SLOT_NBYTES = 8 << 20 }; /* of a slot, unless more is needed: it stays in the cache */
 
 /* ---- Sizes ----------------------------------------------------------------------------------------------------- */
 
@@ -21,8 +21,7 @@ static bool is_same_format(const tb__quant_format *a, const tb__quant_format *b)
            a->is_swizzled == b->is_swizzled;
 }
 
-/* The longest part of any target, dim by dim. Tensors of one layout and shape follow on one another more often than
- * not. */
+/* The longest part of any target, dim by dim. Consecutive tensors often have the same layout and shape. */
 static tb_status find_most(const tb_tensor_spec *spec, const tb_tensor_spec *before, const tb_shape *known,
                            tb_shape *out) {
     if (before && before->dst == spec->dst && is_same_shape(&before->shape, &spec->shape)) {
@@ -143,7 +142,7 @@ typedef struct walk {
     tb__flow_tensor *tensors;
     int64_t slot;   /* preferred size */
     uint32_t group; /* the next one */
-    int64_t used;   /* of the slot of the one before; negative: nothing can be added to that */
+    int64_t used;   /* bytes used in the previous group's slot; negative: nothing can be added to that group */
     TB_VEC(uint32_t) hosts;
     TB_VEC(size_t) first_units; /* by group */
     TB_VEC(int64_t) sizes;      /* by group */
@@ -157,10 +156,10 @@ static tb_status begin_group(walk *w, uint32_t host, size_t first_unit) {
     return TB_OK;
 }
 
-/* Rows that follow on one another in a target's part. */
+/* Consecutive rows of a target's part. */
 typedef struct rows {
     int64_t start, stop;
-    int64_t shift; /* from their place in the tensor to that in the part */
+    int64_t shift; /* position in the part minus position in the tensor */
 } rows;
 
 typedef TB_VEC(rows) rows_list;
@@ -188,15 +187,15 @@ static tb_status list_rows(const tb_tensor_spec *spec, rows_list *out) {
     return TB_OK;
 }
 
-/* Whether bands of one target are bands of all: no row is in different places of two parts, or of one, as Explicit
- * lists may have it. */
+/* Whether bands of one target are bands of all: each row has the same position in all parts, and only one in a part.
+ * Explicit lists may be different. */
 static tb_status find_bands(const tb_tensor_spec *spec, bool *has_bands) {
     rows_list list = {0};
     tb_status status = list_rows(spec, &list);
     *has_bands = true;
     if (status == TB_OK && list.count)
         qsort(list.item, list.count, sizeof *list.item, compare_rows);
-    rows reach = {0}; /* all that overlaps, up to here */
+    rows reach = {0}; /* all overlapping rows up to here */
     for (size_t i = 0; i < list.count && status == TB_OK; i++) {
         const rows *next = &list.item[i];
         *has_bands &= next->start >= reach.stop || next->shift == reach.shift;
@@ -206,7 +205,7 @@ static tb_status find_bands(const tb_tensor_spec *spec, bool *has_bands) {
     return status;
 }
 
-/* Cuts a tensor that is too large for a slot into bands, if it can be. */
+/* Cuts a tensor that is too large for a slot into bands, if that is possible. */
 static tb_status cut_bands(const walk *w, size_t index, bool *is_cut) {
     entry *e = &w->c->entries[index];
     const tb__quant_format *format = &e->dst_encoding.format;

@@ -1,4 +1,4 @@
-/* What a resharding on disk has to do: the spec and the source's files, compared tensor by tensor. */
+/* Plans a resharding on disk: compares the spec with the source's files, tensor by tensor. */
 #include "reshard/disk.h"
 
 #include "base/dtype.h"
@@ -12,7 +12,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The ranks that one side of any rule has, ascending; to be freed by the caller. */
+/* The ranks of one side in all rules, ascending; to be freed by the caller. */
 static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out, size_t *count) {
     TB_VEC(int32_t) all = {0};
     const tb_layout *last = NULL;
@@ -193,7 +193,7 @@ static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, 
     return TB_OK;
 }
 
-/* *data is what of it is data. */
+/* *data is the size of the data, without scales. */
 static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *out, int64_t *data) {
     tb__safetensor tensors[TB__DISK_SLOTS];
     *out = *data = 0;
@@ -410,7 +410,7 @@ static int compare_prefix(const void *left, const void *right) {
     return order != 0 ? order : name[key->length] ? -1 : 0;
 }
 
-/* The quantised tensor of the source that has this one as its scales; NULL: none. */
+/* The quantised tensor of the source whose scales have this name; NULL: none. */
 static const char *find_owner(const tb__spec *spec, const char *const *names, size_t count, const char *name) {
     for (const char *at = strrchr(name, '_'); at && at > name; at--) {
         if (*at != '_')

@@ -1,6 +1,6 @@
-/* Checkpoints from one sharding to another, on disk: a spec says how the files have each tensor and how they shall have
- * it. Data streams from file to file in bands of bounded size, whatever the size of the tensors; several threads each
- * take the next part.
+/* Checkpoints from one sharding to another, on disk: a spec defines the form of each tensor in the source and in the
+ * target. Data streams from file to file in bands of bounded size, whatever the size of the tensors; several threads
+ * each take the next part.
  *
  * The source is a directory with a file for each rank (rank_0.safetensors, ...), each with its local shards under their
  * names, or a model as Hugging Face lays it out, which counts as one rank. So is the target. */
@@ -11,8 +11,8 @@
 #include "reshard/spec.h"
 #include "tensorbus/plan.h"
 
-/* How files have a tensor that is quantised: data under its name, and beside it scales of blocks, a scale of the whole
- * part, or both. */
+/* How files store a quantised tensor: data under its name, and beside it scales of blocks, a scale of the whole part,
+ * or both. */
 typedef struct tb__disk_quant {
     tb__quant_format format; /* kind 0: it is not quantised */
     const char *scales_name; /* of those of blocks; NULL: there are none */
@@ -57,25 +57,25 @@ typedef struct tb__disk {
     tb__arena arena;
 } tb__disk;
 
-/* Opens all files of the source and finds everything wrong that can be found without reading data: a rank's file that
- * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors that the spec does
- * not mention, tensors and files that would not be read (unless these are ignored). The spec must outlive it. */
+/* Opens all files of the source, and finds every error that can be found without reading data: a rank's file or a
+ * tensor in it that is missing, shapes and dtypes that contradict the spec, tensors that the spec does not mention,
+ * tensors and files that would not be read (unless these are ignored). The spec must outlive it. */
 tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out);
 void tb__disk_close(tb__disk *disk); /* accepts NULL */
 
-/* The source, where it is a model; else NULL. */
+/* The source, if it is a model; else NULL. */
 const tb__checkpoint *tb__disk_model(const tb__disk *disk);
 
-/* The files of ranks, where it is none. */
+/* The files of ranks, if the source is not a model; else NULL. */
 const tb__rank_files *tb__disk_rank_files(const tb__disk *disk);
 
-/* Bytes of data that the file of a target rank will have. */
+/* Bytes of data in the file of a target rank. */
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out);
 
 typedef struct tb__disk_state {
     bool is_verifying;
-    /* Of the target, in each of the two passes, and in the first of replicas that are compared. What has a scale for
-     * more than blocks counts twice: it is looked at before it is quantised. */
+    /* Of the target, in each of the two passes, and of the first of the replicas that are compared. Tensors with a
+     * scale for more than a block count twice, because they are read once more before they are quantised. */
     int64_t bytes_done, bytes_total;
 } tb__disk_state;
 
@@ -89,17 +89,18 @@ typedef struct tb__disk_opts {
     int64_t max_file_bytes; /* of the model's files; 0: no limit */
     bool sync;              /* all is on the disk before any file has its name */
     bool trust_replicas;    /* reads the first replica and does not compare the others with it */
-    bool verify;            /* reads everything back and compares it with the source before any file has its name */
-    tb__leftovers *removed; /* what killed runs had left in the target's directory; may be NULL */
-    /* Called at the beginning of each pass, and then now and then, by the thread that runs it; anything but TB_OK ends
+    bool verify;            /* reads everything back and compares it with the source before any file gets its final
+                             * name */
+    tb__leftovers *removed; /* files of killed runs in the target's directory; may be NULL */
+    /* Called at the beginning of each pass, and then regularly, by the thread that runs it; any status but TB_OK ends
      * the run with that status. */
     tb_status (*progress)(void *arg, const tb__disk_state *state);
     void *arg;
 } tb__disk_opts;
 
-/* Writes the target. Makes the directory if it is not there, and removes what killed runs left in it; TB_REFUSED if
- * another run writes into it, or if it holds files of a checkpoint. Files have temporary
- * names until all are complete; after a failure nothing stays behind. Replicas of the source that differ are
+/* Writes the target. Makes the directory if it is not there, and removes files that killed runs left in it;
+ * TB_REFUSED if another run writes into it, or if it holds files of a checkpoint. Files have temporary names
+ * until all are complete; after a failure nothing stays behind. Replicas of the source that differ are
  * TB_INVALID. */
 tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts);
 

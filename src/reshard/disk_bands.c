@@ -1,4 +1,4 @@
-/* Parts of target ranks: what is written for them, how they are cut into bands, and bands that are quantised. */
+/* Parts of target ranks: the tensors written for them, their division into bands, and bands that are quantised. */
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
@@ -17,7 +17,8 @@ tb_status tb__disk_part_tensors(const tb__disk_tensor *t, int32_t rank, tb__safe
     return TB_OK;
 }
 
-/* What a row takes, before and after: data has at most half the bytes, and scales 1 for 16 elements, or 4 for more. */
+/* The size of a row, before and after quantising: data has at most half the bytes, and scales 1 for 16 elements, or 4
+ * for more. */
 static int64_t row_bytes(const tb__disk_tensor *t, int64_t columns) {
     return tb__dtype_bytes(t->band_dtype, columns) + 8;
 }
@@ -33,7 +34,7 @@ int64_t tb__disk_least_band(const tb__disk_tensor *t) {
     return tb__align(nbytes, ALIGNMENT);
 }
 
-/* Whole rows, so many together. */
+/* Cuts whole rows, several of them together. */
 static void cut_quantised(tb__disk_bands *b, const tb__disk_tensor *t, int64_t band_bytes) {
     int64_t columns = b->shape.dim[b->shape.ndim - 1], together = tb__disk_quant_rows(&t->dst_quant.format);
     b->dim = b->shape.ndim > 1 ? b->shape.ndim - 2 : 0;
@@ -47,7 +48,7 @@ static void cut_plain(tb__disk_bands *b, tb_dtype dtype, int64_t most) {
     int d = shape->ndim;
     while (d > 0 && shape->dim[d - 1] <= most / (inner ? inner : 1))
         inner *= shape->dim[--d];
-    if (d > 0) { /* it does not fit in whole */
+    if (d > 0) { /* the whole does not fit */
         int64_t packing = d == shape->ndim ? tb__dtype_packing(dtype) : 1;
         b->dim = d - 1;
         b->rows = most / (inner ? inner : 1);

@@ -1,5 +1,5 @@
-/* Boxes of quantised source tensors as plain numbers: what a box and its scales take in the files is read to memory as
- * a small tensor of its own, which begins with a block, and turned back. */
+/* Boxes of quantised source tensors as plain numbers: the data and scales of a box are read to memory as a small
+ * tensor, which begins with a block, and dequantised. */
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum {
-    GAP = 4 << 10, /* fewer bytes than this between two rows are read along: cheaper than a second call */
+    GAP = 4 << 10, /* a gap of fewer bytes between two rows is read too: cheaper than a second call */
     ALIGNMENT = 64,
     TILE_BYTES = 512,
 };
@@ -44,11 +44,11 @@ tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_tenso
     return read_scale(&scale, &out->scale);
 }
 
-/* A quantised tensor as far as its format goes. */
+/* The sizes that a quantised tensor's format determines. */
 typedef struct terms {
     tb__quant_size size;
-    int64_t align;      /* columns that can't be told apart: of a block, or of a byte */
-    int64_t together;   /* rows that can't be taken apart; only one such band is read at a time */
+    int64_t align;      /* columns that are read together: of a block, or of a byte */
+    int64_t together;   /* rows that are read together; only one such band is read at a time */
     int64_t scale_size; /* bytes of a scale */
     int64_t plain_size; /* and of a number */
 } terms;
@@ -71,7 +71,7 @@ static int64_t scale_nbytes(const terms *of, int64_t rows, int64_t columns) {
     return (rows + of->size.band - 1) / of->size.band * scale_columns(of, columns) * of->scale_size;
 }
 
-/* Tiles that so many scales of a row can lie in. */
+/* The size of the tiles that hold these scales of a row. */
 static int64_t tiles_nbytes(int64_t nscales) {
     return ((nscales + 3) / 4 + 1) * TILE_BYTES;
 }
@@ -105,19 +105,19 @@ bool tb__disk_dequant_step(const tb__disk_tensor *t, const int64_t *len, int64_t
     return true;
 }
 
-/* What is read for a box, in a matrix of a part. */
+/* The window of a part's matrix that is read for a box. */
 typedef struct window {
     terms of;
     const tb__disk_origin *origin;
-    int64_t matrix;        /* which */
+    int64_t matrix;        /* index of the matrix */
     int64_t columns;       /* of the matrix */
     int64_t first, width;  /* columns, from the beginning of a block on */
     unsigned char *scales; /* of blocks, row after row */
-    unsigned char *raw;    /* what comes from the files */
+    unsigned char *raw;    /* bytes read from the files */
     int64_t raw_nbytes;
 } window;
 
-/* Rows of a matrix of bytes, next to one another in w->raw: with what is between them, if that is little. */
+/* Reads rows of a matrix of bytes into w->raw, without gaps. Short gaps between them in the file are read, too. */
 static tb_status read_rows(const window *w, const tb__disk_source *from, int64_t offset, int64_t stride, int64_t rows,
                            int64_t nbytes) {
     int64_t span = (rows - 1) * stride + nbytes;
@@ -133,7 +133,7 @@ static tb_status read_rows(const window *w, const tb__disk_source *from, int64_t
     return TB_OK;
 }
 
-/* Scales in tiles: the rows are in one row of them. */
+/* Reads scales in tiles; the rows are in one row of tiles. */
 static tb_status read_tiles(const window *w, int64_t row, int64_t rows) {
     int64_t all = w->of.size.scale_columns, first = w->first / w->of.size.block, n = scale_columns(&w->of, w->width);
     int64_t tile = first / 4, ntiles = (first + n + 3) / 4 - tile;
@@ -206,7 +206,7 @@ tb_status tb__disk_dequantise(const tb__disk_tensor *t, const tb__disk_origin *o
     w.raw_nbytes = (int64_t)nbytes - (w.raw - stage);
     TB_TRY(dequantise(t, &w, row, rows, stage));
     for (int d = 0; d < last; d++)
-        stride[d] = w.width; /* that of the rows; of all others there is one */
+        stride[d] = w.width; /* those of the rows; the other dims have one index */
     stride[last] = 1;
     *out = stage + (start[last] - w.first) * w.of.plain_size;
     return TB_OK;

@@ -1,4 +1,4 @@
-/* Boxes from the files of source ranks to memory: read where they lie, cast, combined and put in their places. */
+/* Boxes from the files of source ranks to memory: data is read, cast, combined and written to its place. */
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"

@@ -24,7 +24,7 @@ static int compare_ranks(const void *left, const void *right) {
     return (a->rank > b->rank) - (a->rank < b->rank);
 }
 
-/* A rank that no mesh has is not left out in silence: the spec may be that of another checkpoint. */
+/* A file of a rank that is in no mesh is an error: the spec may be that of another checkpoint. */
 static tb_status check_unwanted_files(const tb__rank_files *found, const int32_t *ranks, size_t nranks) {
     for (size_t i = 0, k = 0; i < found->count; i++) {
         while (k < nranks && ranks[k] < found->files[i].rank)

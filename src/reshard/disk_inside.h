@@ -10,7 +10,7 @@
 
 typedef struct tb__disk_input tb__disk_input;
 
-/* Where a rank has a tensor. */
+/* A rank's tensor in a file. */
 typedef struct tb__disk_source {
     const tb__safetensors *file;
     const tb__safetensor *tensor; /* NULL: the file does not have it */
@@ -24,39 +24,39 @@ void tb__disk_input_close(tb__disk_input *input);
 const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input); /* NULL: files of ranks */
 const tb__rank_files *tb__disk_input_ranks(const tb__disk_input *input); /* none of a model */
 
-/* Of a model, every rank has everything. */
+/* In a model, every rank has every tensor. */
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name);
 
 /* All names, ascending, each once; the array is to be freed by the caller. */
 tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names, size_t *count);
 
-/* Of all files that have the name, the first whose rank is not in the layout; NULL: there is none. */
+/* Of all files with this name, the first one whose rank is not in the layout; NULL: there is none. */
 const char *tb__disk_input_stranger(const tb__disk_input *input, const tb_layout *layout, const char *name);
 
-/* The first file, whose metadata the target gets; NULL if there is none. */
+/* The first file, whose metadata is copied to the target; NULL if there is none. */
 const tb__safetensors *tb__disk_input_first(const tb__disk_input *input);
 
 /* ---- Quantised tensors in files (disk_quant.c) ---------------------------------------------------------------- */
 
-/* What a file has for a tensor. */
+/* The tensors of a file that store one tensor. */
 enum { TB__DISK_DATA, TB__DISK_SCALES, TB__DISK_SCALE, TB__DISK_SLOTS };
 
 /* Names, in the arena, for a tensor of this name. */
 tb_status tb__disk_quant_init(tb__disk_quant *quant, const tb__quant_format *format, const char *name,
                               tb__arena *arena);
 
-/* Whether the name is that of a scale tensor, where its first `kept` bytes are the name of a tensor of this format. */
+/* Whether the name is that of a scale tensor, if its first `kept` bytes are the name of a tensor of this format. */
 bool tb__disk_quant_is_scale(const tb__quant_format *format, const char *name, size_t kept);
 
-/* Dims and dtype that can be quantised. */
+/* Checks that the dims and the dtype can be quantised. */
 tb_status tb__disk_quant_check(const tb__quant_format *format, const tb_shape *shape, tb_dtype dtype);
 
-/* Name, dtype and shape of what the file has for a part; without a name where it has nothing. `dtype` is that of data
- * which is not quantised. */
+/* Names, dtypes and shapes of the file's tensors for a part; missing ones have no name. `dtype` is that of data that is
+ * not quantised. */
 tb_status tb__disk_quant_tensors(const tb__disk_quant *quant, const char *name, tb_dtype dtype, const tb_shape *part,
                                  tb__safetensor out[TB__DISK_SLOTS]);
 
-/* The other way: the shape of the part whose data the file has like this. */
+/* The inverse: the shape of the part whose data has this shape in the file. */
 tb_shape tb__disk_quant_part(const tb__disk_quant *quant, const tb_shape *data);
 
 /* A part is a stack of matrices, each of which has its own blocks. */
@@ -74,11 +74,11 @@ bool tb__disk_is_looked_at(const tb__disk_tensor *tensor, int32_t rank);
 
 /* ---- Parts (disk_bands.c) ------------------------------------------------------------------------------------ */
 
-/* What the file of a target rank gets for a tensor. */
+/* The tensors in the file of a target rank that store its part. */
 tb_status tb__disk_part_tensors(const tb__disk_tensor *tensor, int32_t rank, tb__safetensor out[TB__DISK_SLOTS]);
 
-/* How a part is cut into bands, which are contiguous: the dims before `dim` are stepped through, `rows` indices of
- * `dim` make a band, and those after it are whole. Where scales cover several rows, bands begin with them. */
+/* The division of a part into bands, which are contiguous: dims before `dim` are stepped through, `rows` indices of
+ * `dim` make a band, and later dims are whole. If scales cover several rows, bands begin with them. */
 typedef struct tb__disk_bands {
     tb_shape shape; /* of the part */
     int64_t stride[TB_MAX_DIMS];
@@ -97,7 +97,7 @@ typedef struct tb__disk_band {
 
 void tb__disk_bands_at(const tb__disk_bands *bands, int64_t i, tb__disk_band *out);
 
-/* What a band of a tensor that is quantised takes at least, a multiple of 64; 0 for others. */
+/* The least size of a band of a quantised tensor, a multiple of 64; 0 for others. */
 int64_t tb__disk_least_band(const tb__disk_tensor *tensor);
 
 /* A band, quantised. */
@@ -107,11 +107,11 @@ typedef struct tb__disk_quantised {
     int64_t data_offset, scale_offset; /* bytes, in the part's data and among its scales */
 } tb__disk_quantised;
 
-/* `to` is as large as a band's buffer, and holds data and scales. `scale` is that of the whole part, if it has one. */
+/* `to` is as large as a band's buffer, and gets data and scales. `scale` is that of the whole part, if it has one. */
 tb_status tb__disk_quantise(const tb__disk_tensor *tensor, const tb__disk_bands *bands, const tb__disk_band *band,
                             float scale, const void *from, unsigned char *to, tb__disk_quantised *out);
 
-/* The largest magnitude of a band that is going to be quantised. */
+/* The largest magnitude of a band that will be quantised. */
 tb_status tb__disk_band_amax(const tb__disk_tensor *tensor, const tb__disk_bands *bands, const tb__disk_band *band,
                              const void *from, float *out);
 
@@ -122,8 +122,8 @@ typedef struct tb__disk_output tb__disk_output;
 tb_status tb__disk_output_create(const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
                                  tb__disk_output **out);
 
-/* Parts of a rank's tensor, whose slot is TB__DISK_SLOTS times its index, or that plus TB__DISK_SCALES and so on; any
- * thread may call these. What was written can be read back until it is committed. */
+/* Write and read parts of a rank's tensor. A slot is TB__DISK_SLOTS times its index, plus TB__DISK_SCALES and so on;
+ * any thread may call these. Written data can be read back until it is committed. */
 tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, const void *bytes,
                                 size_t nbytes);
 tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
@@ -135,8 +135,8 @@ void tb__disk_output_destroy(tb__disk_output *output); /* removes uncommitted fi
 
 /* A source rank's tensor. */
 typedef struct tb__disk_origin {
-    tb__disk_source data, scales; /* scales: of blocks, where it has them */
-    float scale;                  /* of the whole part, where it has one */
+    tb__disk_source data, scales; /* scales: of blocks, if it has them */
+    float scale;                  /* of the whole part, if it has one */
     tb_shape shape;               /* of the part */
 } tb__disk_origin;
 
@@ -165,7 +165,7 @@ typedef TB_VEC(tb__disk_piece) tb__disk_pieces;
 /* One thread's memory for bringing boxes together. */
 typedef struct tb__disk_gather {
     const tb__disk_input *input;
-    unsigned char *stage; /* what is read before it is cast, combined or moved apart */
+    unsigned char *stage; /* data before it is cast, combined or moved apart */
     size_t stage_nbytes;
     TB_VEC(tb__disk_origin) sources;
     TB_VEC(const void *) from;
@@ -183,8 +183,8 @@ tb_status tb__disk_layout_pieces(const tb__disk_tensor *tensor, int32_t rank, tb
 
 /* ---- Replicas (disk_replicas.c) ------------------------------------------------------------------------------ */
 
-/* What of a source rank is to be compared: bytes of one of its tensors with those of its copies, or the elements that
- * it shares with other parts. All copies of a tensor come before all shared elements. */
+/* A comparison of a source rank's data: bytes of one of its tensors with those of its copies, or the elements that it
+ * shares with other parts. All copies of a tensor come before all shared elements. */
 typedef struct tb__disk_comparison {
     bool is_shared;
     int32_t source;        /* index in the source mesh */

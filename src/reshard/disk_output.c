@@ -1,4 +1,4 @@
-/* The target of a resharding: a file for each rank, or a model. None has its name until all are complete. */
+/* The target of a resharding: a file for each rank, or a model. Files get their final names when all are complete. */
 #include "reshard/disk_inside.h"
 
 #include "format/folder.h"
@@ -8,10 +8,10 @@
 
 typedef struct rank_file {
     int32_t rank;
-    char *path; /* kept, so that a file can be taken back without memory */
+    char *path; /* kept, so that the file can be removed without allocating memory */
     tb__safetensors_writer *writer;
     bool is_committed;
-    TB_VEC(size_t) slots; /* of the job, ascending; their places are those among the file's */
+    TB_VEC(size_t) slots; /* of the job, ascending; the index is that of the file's tensor */
 } rank_file;
 
 struct tb__disk_output {
@@ -41,7 +41,7 @@ static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safeten
     return TB_OK;
 }
 
-/* Takes the metadata of the source. Programs that load models want to know which library's tensors these are. */
+/* Takes the metadata of the source. Programs that load models look for the library that wrote the tensors. */
 static tb_status list_metadata(const tb__disk *disk, bool is_model, tb__safetensors_metadata **out, size_t *count) {
     const tb__safetensors *first = tb__disk_input_first(disk->input);
     size_t n = first ? first->header.nmetadata : 0;
@@ -127,7 +127,7 @@ static int compare_sizes(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-/* A rank's file, and which of its tensors this is. */
+/* Finds a rank's file, and the index of the tensor in it. */
 static const rank_file *find_rank_file(const tb__disk_output *output, int32_t rank, size_t slot, size_t *place) {
     const rank_file key = {.rank = rank};
     const rank_file *file = bsearch(&key, output->ranks, output->nranks, sizeof key, compare_ranks);

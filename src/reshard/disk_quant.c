@@ -1,4 +1,4 @@
-/* Quantised tensors in files: their names, dtypes and shapes, and which parts share the scale of a whole. */
+/* Quantised tensors in files: their names, dtypes and shapes, and the parts that share one scale. */
 #include "layout/layout.h"
 #include "plan/plan.h"
 #include "reshard/disk_inside.h"
@@ -8,10 +8,10 @@
 
 enum { TILE_ROWS = 128 }; /* of swizzled scales */
 
-/* What the names of scales end with, as programs that load such checkpoints have it. */
+/* The suffixes of scales' names that programs which load such checkpoints expect. */
 static const struct {
     const char *scales, *scale;
-    int ndim; /* it takes at least so many */
+    int ndim; /* the minimum */
 } formats[] = {
     [TB__QUANT_MXFP8] = {"_scale", NULL, 1},
     [TB__QUANT_FP8_BLOCK] = {"_scale_inv", NULL, 2},
@@ -127,7 +127,7 @@ tb_status tb__disk_take_amax(tb__disk *disk, tb__disk_tensor *t) {
     return TB_OK;
 }
 
-/* The rank that stands for all that have the same part. */
+/* The first rank of all that have the same part. */
 static int32_t first_copy(const tb__disk_tensor *t, int32_t rank) {
     tb__place place;
     if (!tb__grid_place(&t->plan->dst, rank, &place))

@@ -1,9 +1,9 @@
-/* Whether source ranks that hold the same elements hold the same bytes. A resharding reads one of them, so that a
- * tensor which the spec takes for replicated, but which is cut, would lose its other shards.
+/* Checks that source ranks that hold the same elements hold the same bytes. A resharding reads one of them, so a
+ * sharded tensor that the spec declares replicated by mistake would lose its other shards.
  *
- * Copies, which are the same part at other places of the mesh, are compared as they lie in the files, scales included.
- * Parts that share elements because of Explicit lists are compared box by box; those of a quantised tensor are not,
- * since each part is quantised by itself. Contributions to a Partial source differ by design. */
+ * Copies, ranks with the same part, are compared byte by byte in the files, scales included. Parts that share elements
+ * because of Explicit lists are compared box by box; those of a quantised tensor are not, since each part is quantised
+ * by itself. Contributions to a Partial source differ by design. */
 #include "base/dtype.h"
 #include "plan/plan.h"
 #include "reshard/disk_inside.h"
@@ -112,7 +112,7 @@ bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor
     return t->shared_nbytes > 0 && next_shared(t, at, out);
 }
 
-/* ---- Sentences ----------------------------------------------------------------------------------------------- */
+/* ---- Error messages ------------------------------------------------------------------------------------------ */
 
 typedef struct rank_list {
     char text[160];
@@ -195,7 +195,7 @@ static tb_status compare_copies(const tb__disk_comparer *c, const tb__disk_tenso
 
 /* ---- Shared elements ----------------------------------------------------------------------------------------- */
 
-/* Indices of a rank's part, and where the first rank that holds them has them. */
+/* A run of indices of a rank's part, and its position in the first rank that holds them. */
 typedef struct run {
     int64_t start, len;
     int32_t coord;

@@ -1,5 +1,5 @@
-/* Runs a resharding on disk: threads that each take the next stretch of a target rank's tensor, bring it together band
- * by band, and write it or, when verifying, compare it with what was written. */
+/* Runs a resharding on disk: each thread takes the next stretch of a target rank's tensor, gathers it band by band, and
+ * writes it or, when verifying, compares it with the written data. */
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
@@ -23,16 +23,16 @@ enum {
     BUFFERS = 3,               /* of a thread: the band, what it is quantised to, and the stage */
 };
 
-/* What the threads share. */
+/* Shared by the threads. */
 typedef struct job {
     const tb__disk *disk;
     tb__disk_output *output;
     bool is_verifying;
     bool is_comparing;      /* replicas of the source; in the first pass */
     bool is_looking;        /* for the largest magnitudes, before anything is written or compared */
-    _Atomic uint32_t *amax; /* their bits, of which a larger number has larger ones */
+    _Atomic uint32_t *amax; /* bits of the magnitudes, which are ordered like the magnitudes */
     int64_t band_bytes;
-    int64_t buffer_bytes; /* a band's, or more where scales cover more */
+    int64_t buffer_bytes; /* of a band, or more if scales cover more */
     pthread_mutex_t lock;
     pthread_cond_t ended;
     /* Under the lock: the next stretch, and how it went. */
@@ -51,8 +51,8 @@ typedef struct worker {
     job *job;
     pthread_t thread;
     tb__disk_gather gather;
-    unsigned char *band, *quantised; /* the latter where some tensor is */
-    /* Of the part at hand. */
+    unsigned char *band, *quantised; /* NULL if no tensor is quantised */
+    /* Of the current part. */
     size_t tensor;
     int32_t rank;
     tb__disk_bands bands;
@@ -187,14 +187,14 @@ static const char *name_of(const tb__disk_tensor *t, size_t slot) {
     return names[slot % TB__DISK_SLOTS];
 }
 
-/* Writes what belongs to a slot from `offset` on, or compares it with what was written. */
+/* Writes bytes of a slot from `offset` on, or compares them with the written ones. */
 static tb_status write_or_verify(worker *w, size_t slot, int64_t offset, const unsigned char *bytes, size_t nbytes) {
     const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
     if (!w->job->is_verifying)
         TB_TRY(tb__disk_output_write(w->job->output, w->rank, slot, offset, bytes, nbytes));
     for (size_t done = 0; w->job->is_verifying && done < nbytes;) {
         size_t n = nbytes - done < w->gather.stage_nbytes ? nbytes - done : w->gather.stage_nbytes;
-        unsigned char *written = w->gather.stage; /* the band is complete: nothing is staged any more */
+        unsigned char *written = w->gather.stage; /* the band is complete: the stage is free */
         TB_TRY(tb__disk_output_read(w->job->output, w->rank, slot, offset + (int64_t)done, written, n));
         if (memcmp(bytes + done, written, n) != 0) {
             while (bytes[done] == *written) {
@@ -211,7 +211,7 @@ static tb_status write_or_verify(worker *w, size_t slot, int64_t offset, const u
     return TB_OK;
 }
 
-/* What is wrong with a band, with its place. */
+/* Fails for a band; the message has its position. */
 static tb_status fail_band(const worker *w, const tb__disk_tensor *t, const tb__disk_band *band, tb_status status) {
     return tb__fail_within(status, "tensor '%.100s' of rank %" PRId32 ", from element %" PRId64 " on", t->name, w->rank,
                            band->first);
@@ -266,7 +266,7 @@ static tb_status do_band(worker *w, int64_t i) {
                            (size_t)tb__dtype_bytes(t->dst_dtype, band.nelements));
 }
 
-/* The scales of whole parts, once everything has been looked at. */
+/* Writes the scales of whole parts, once everything has been measured. */
 static tb_status deliver_scales(worker *w) {
     for (size_t i = 0; i < w->job->disk->count; i++) {
         const tb__disk_tensor *t = &w->job->disk->tensors[i];
@@ -282,7 +282,7 @@ static tb_status deliver_scales(worker *w) {
     return TB_OK;
 }
 
-/* What a thread takes at a time: a comparison, or bands first .. end-1 of a target rank's part. */
+/* The work that a thread takes at a time: a comparison, or bands first .. end-1 of a target rank's part. */
 typedef struct stretch {
     bool is_over; /* there is nothing left */
     size_t tensor;
@@ -397,7 +397,7 @@ static void worker_fini(worker *w) {
     free(w->band);
 }
 
-/* Until all threads have ended, or progress wants it to end. */
+/* Until all threads have ended, or progress ends the run. */
 static void report_progress(job *j, const tb__disk_opts *opts) {
     bool is_over = false;
     while (!is_over) {
@@ -444,7 +444,7 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
     return j->status == TB_OK ? TB_OK : tb__fail(j->status, "%s", j->sentence);
 }
 
-/* Writes everything, or compares it. When comparing, scales of whole parts are worked out again, too. */
+/* Writes everything, or compares it. When comparing, scales of whole parts are computed again, too. */
 static tb_status run_workers(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
     atomic_store(&j->bytes_done, 0);
     if (j->disk->namax > 0) {
@@ -481,7 +481,7 @@ static tb_status run_threads(job *j, const tb__disk_opts *opts, int nthreads) {
     return status;
 }
 
-/* Half of the memory is for buffers: the process and the files' headers take some, too. */
+/* Half of the memory is for buffers: the process and the files' headers need some, too. */
 static tb_status choose_sizes(job *j, const tb__disk_opts *opts, int64_t memory, int *nthreads) {
     long cores = opts->threads > 0 ? opts->threads : sysconf(_SC_NPROCESSORS_ONLN);
     int n = cores < 1 ? 1 : cores > MAX_THREADS ? MAX_THREADS : (int)cores;

@@ -1,11 +1,11 @@
-/* What a target rank's part is made of, by the layouts alone. A plan takes shortcuts; this intersects what each side
- * holds, list by list, and so can say whether what came out of a plan is right. */
+/* The pieces of a target rank's part, by the layouts alone. A plan takes shortcuts; this code intersects the lists of
+ * both sides, and can so verify a plan's results. */
 #include "layout/layout.h"
 #include "reshard/disk_inside.h"
 
 #include <inttypes.h>
 
-/* Indices that follow one another on both sides. */
+/* Indices that are consecutive on both sides. */
 typedef struct run {
     int64_t src, dst, len;
 } run;

@@ -1,4 +1,4 @@
-/* Encoded tensors: rows of a canonical tensor, and where they are in quantised storage. */
+/* Encoded tensors: rows of a canonical tensor, and their places in quantised storage. */
 #include "reshard/encode.h"
 
 #include <inttypes.h>
@@ -184,7 +184,7 @@ int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part) {
         a = b;
         b = rest;
     }
-    return a > 0 ? band / a : 1; /* so many indices make up whole blocks of rows */
+    return a > 0 ? band / a : 1; /* indices that make up whole blocks of rows */
 }
 
 bool tb__encoded_takes_bands(const tb__encoded *e, int64_t band) {
@@ -200,8 +200,8 @@ bool tb__encoded_takes_bands(const tb__encoded *e, int64_t band) {
     return true;
 }
 
-/* Scales in tiles of rows first .. stop-1, `offset` bytes into the scales; behind the last row, the padding of its
- * tiles. */
+/* Visits scales in tiles of rows first .. stop-1, `offset` bytes into the scales; after the last row, also the padding
+ * of its tiles. */
 static tb_status visit_tiles(const tb__quant_size *size, int64_t offset, int64_t first, int64_t stop,
                              tb__encoded_visit *visit, void *arg) {
     for (int64_t row = first; row < stop; row++) {

@@ -1,6 +1,6 @@
 /* Tensors that a side keeps quantised: data and scales in the program's memory. Rows of the canonical tensor are rows
- * of the storage, whole, in any order that a view makes of them; the storage is a stack of matrices, each quantised by
- * itself, of which a rank may know several tensors (q, k and v; w1 and w3 of all experts). */
+ * of the storage, whole, in any order that a view makes of them; the storage is a stack of matrices, each quantised
+ * separately; a rank's storage may hold several tensors (q, k and v; w1 and w3 of all experts). */
 #ifndef TB_RESHARD_ENCODE_H
 #define TB_RESHARD_ENCODE_H
 
@@ -20,7 +20,7 @@ bool tb__encoding_is_global(const tb__encoding *encoding); /* it has one scale f
 typedef struct tb__encoded_size {
     int64_t columns, matrix_rows, matrices; /* matrices is 0 if it is empty */
     tb__quant_size matrix;
-    size_t data_nbytes, scales_nbytes, scale_nbytes; /* of all of them; of the one scale, if it has such */
+    size_t data_nbytes, scales_nbytes, scale_nbytes; /* of all of them; scale_nbytes: of the global scale */
 } tb__encoded_size;
 
 tb_status tb__encoded_measure(const tb__encoding *encoding, const tb_shape *stored, tb__encoded_size *out);
@@ -29,18 +29,18 @@ tb_status tb__encoded_measure(const tb__encoding *encoding, const tb_shape *stor
 typedef struct tb__encoded {
     tb__encoding encoding;
     char *data, *scales;
-    float *scale; /* of a global one */
+    float *scale; /* of a global encoding */
     int64_t columns, matrix_rows, matrices;
     tb__quant_size size; /* of a matrix */
-    tb_binding part;     /* where the canonical tensor is in the data */
+    tb_binding part;     /* the canonical tensor's place in the data */
     int64_t rows;        /* of the canonical tensor's part */
 } tb__encoded;
 
-/* `stored` is the shape of the rank's storage, row-major from `data` on; `part` what a view makes of it there. */
+/* `stored` is the shape of the rank's storage, row-major from `data` on; `part` is the result of the view. */
 tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored, void *data, void *scales, float *scale,
                            const tb_binding *part, tb__encoded *out);
 
-/* Rows of a box of the part that follow on one another in one matrix. */
+/* Rows of a box of the part that are consecutive in one matrix. */
 typedef struct tb__encoded_run {
     int64_t first, count; /* of the box */
     int64_t matrix, row;  /* where they begin in the storage */
@@ -56,18 +56,18 @@ tb_status tb__encoded_each(const tb__encoded *encoded, tb__encoded_visit *visit,
 
 /* Rows of dim 0 that can be quantised apart from the others: bands begin at its multiples. */
 int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part);
-/* Whether bands of so many indices of dim 0 end where blocks do: not where they end inside a matrix that is smaller. */
+/* Whether bands of so many indices of dim 0 end with blocks of their matrices. */
 bool tb__encoded_takes_bands(const tb__encoded *encoded, int64_t band);
 
 /* ---- Moves (encode_moves.c) ---- */
 
-/* Quantises rows first .. first+rows-1 of the part, which are at `from` one after the other. A global one's scale is
- * read from `scale`, in host memory, when the moves are run. */
+/* Quantises rows first .. first+rows-1 of the part, which are contiguous at `from`. A global scale is read from
+ * `scale`, in host memory, when the moves are run. */
 tb_status tb__encoded_list_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from,
                                  tb_dtype dtype, const float *scale, const char *name, tb__move_list *out);
 
-/* A box of the part, whose rows are whole and lie in memory as `from` says: its last dim has stride 1, and its base is
- * an address or, with a mapping, what counts from that. Quantises the box, which begins at `start` of the part. */
+/* A box of the part with whole rows, stored as `from`: its last dim has stride 1, and its base is an address or, with a
+ * mapping, relative to that. Quantises the box, which begins at `start` of the part. */
 bool tb__encoded_takes_box(const tb__encoded *encoded, const int64_t *start, const tb_binding *from);
 tb_status tb__encoded_list_write_box(const tb__encoded *encoded, const int64_t *start, const tb_binding *from,
                                      tb__mapping *mapping, const float *scale, const char *name, tb__move_list *out);
@@ -81,15 +81,15 @@ tb_status tb__encoded_list_scale(const float *from, float *to, tb__move_list *ou
 /* Copies data and scales of the part to the same part of another storage of the same shape. */
 tb_status tb__encoded_list_copy(const tb__encoded *from, const tb__encoded *to, tb__move_list *out);
 
-/* The numbers of a box of the part, row-major, into the buffer of a run from `offset` on. */
+/* Lists the moves that write the numbers of a box of the part, row-major, into the buffer of a run from `offset` on. */
 tb_status tb__encoded_list_read(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len,
                                 int64_t offset, tb_dtype dtype, const char *name, tb__move_list *out);
 
-/* The wire form of mxfp8: a box's data, row-major, and then its scales, a row for each of its rows. Boxes have whole
- * blocks, as the target's part has them; else they are refused. */
+/* The wire form of mxfp8: a box's data, row-major, and then its scales, a row for each of its rows. Boxes must have
+ * whole blocks of the target's part; else they are refused. */
 int64_t tb__mxfp8_wire_nbytes(int ndim, const int64_t *len);
 /* `from` is the box, whose last dim has stride 1, and begins at `first_column` of the target; its base is an address
- * or, with a mapping, what counts from that. The wire form is in the buffer of a run, from `offset` on. */
+ * or, with a mapping, relative to that. The wire form is in the buffer of a run, from `offset` on. */
 tb_status tb__mxfp8_list_pack(const tb__quant_format *format, const tb_binding *from, tb__mapping *mapping,
                               int64_t first_column, int64_t offset, const char *name, tb__move_list *out);
 tb_status tb__mxfp8_list_unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len,

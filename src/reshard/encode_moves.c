@@ -15,7 +15,7 @@ static int64_t count_rows(int ndim, const int64_t *len) {
     return n;
 }
 
-/* An offset in a buffer, as moves have it. */
+/* An offset in a buffer, as an address in a move. */
 static void *in_buffer(int64_t offset) {
     return (void *)(uintptr_t)offset; // NOLINT(performance-no-int-to-ptr)
 }
@@ -32,11 +32,11 @@ static tb__quantised matrix_at(const tb__encoded *e, int64_t matrix, int64_t fir
 
 /* ---- Bytes ------------------------------------------------------------------------------------------------------- */
 
-/* Where bytes come from; NULL in place of it: they are zero. */
+/* The source of bytes; NULL in place of it: zeros. */
 typedef struct source {
     const char *at;
     tb__mapping *mapping; /* NULL: `at` is an address */
-    int64_t row_stride;   /* of rows of bytes; 0: it is in tiles, as the destination is */
+    int64_t row_stride;   /* of rows of bytes; 0: it is in tiles, like the destination */
 } source;
 
 static tb_status add_bytes(tb__move_list *out, char *dst, const source *src, int ndim, const int64_t *len,
@@ -60,7 +60,7 @@ static tb_status add_bytes(tb__move_list *out, char *dst, const source *src, int
     return tb__move_is_empty(&move) ? TB_OK : tb__move_list_add(out, &move);
 }
 
-/* One after the other. */
+/* Contiguous bytes. */
 static tb_status add_run(tb__move_list *out, char *dst, const char *src, int64_t nbytes) {
     int64_t unit = 1;
     return add_bytes(out, dst, &(source){.at = src}, 1, &nbytes, &unit, &unit);
@@ -74,8 +74,7 @@ typedef struct tile_dims {
     int64_t count;               /* indices that they cover */
 } tile_dims;
 
-/* The longest box of rows that begins at `row`, of so many: within 32 rows of a tile, of whole 32, or of whole tiles.
- */
+/* The longest box of rows that begins at `row`, of nrows: within 32 rows of a tile, of whole 32, or of whole tiles. */
 static tile_dims next_rows(int64_t row, int64_t nrows, int64_t scale_columns) {
     int64_t across = (scale_columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_BYTES;
     if (row % 32 != 0 || nrows < 32) {
@@ -99,7 +98,7 @@ static tile_dims next_columns(int64_t column, int64_t ncolumns) {
     return (tile_dims){2, {n, TILE_COLUMNS}, {TILE_BYTES, 1}, {TILE_COLUMNS, 1}, n * TILE_COLUMNS};
 }
 
-/* Rows and columns of scales to their places in the tiles of a matrix. */
+/* Copies rows and columns of scales to their places in the tiles of a matrix. */
 static tb_status add_tiles(tb__move_list *out, char *tiles, int64_t scale_columns, int64_t row, int64_t nrows,
                            int64_t column, int64_t ncolumns, const source *from) {
     for (int64_t r = row; r < row + nrows;) {
@@ -128,7 +127,7 @@ static tb_status add_tiles(tb__move_list *out, char *tiles, int64_t scale_column
     return TB_OK;
 }
 
-/* Zeros where tiles have more columns, or below the last row of the matrix more rows, than there are scales. */
+/* Zeroes the places in tiles of columns, or of rows below the matrix's last one, that have no scales. */
 static tb_status add_tile_padding(tb__move_list *out, const tb__encoded *e, const tb__encoded_run *r) {
     char *tiles = e->scales + r->matrix * e->size.scale_nbytes;
     int64_t columns = e->size.scale_columns, all = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
@@ -169,7 +168,7 @@ static row_source rows_of(const tb_binding *from, tb__mapping *mapping) {
     return s;
 }
 
-/* Adds a move of `count` rows from this one on, which are even. The caller has set what concerns the destination. */
+/* Adds a move of `count` rows from this one on, which are evenly spaced. The caller has set the destination. */
 static tb_status add_rows(tb__move_list *out, const row_source *s, int64_t row, int64_t count, tb__move move) {
     const tb_binding *from = s->from;
     int64_t element = row % s->even * s->stride, rest = row / s->even;
@@ -212,7 +211,7 @@ tb_status tb__encoded_list_write(const tb__encoded *e, int64_t first, int64_t ro
     return TB_OK;
 }
 
-/* The rows of the box, from row i on, that are even in memory and follow on one another in one matrix. */
+/* The rows of the box, from row i on, that are evenly spaced in memory and consecutive in one matrix. */
 static tb__encoded_run next_even_run(const tb__encoded *e, const int64_t *start, const row_source *s, int64_t i) {
     int64_t stop = i - i % s->even + s->even;
     return tb__encoded_next_run(e, s->from->shape.ndim, start, s->from->shape.dim, i, stop < s->rows ? stop : s->rows);

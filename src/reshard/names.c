@@ -18,7 +18,7 @@ typedef struct rule {
     bool is_more;  /* the same pattern as the rule before */
 } rule;
 
-/* A number in a name that is another one in the whole model. */
+/* How a number in a name becomes that of the whole model. */
 typedef struct renumber {
     char *pattern; /* NULL: numbers stay */
     int64_t first; /* of the first `count` local numbers */
@@ -38,7 +38,7 @@ static tb_status set_pattern(renumber *numbers, const char *pattern) {
     return numbers->pattern ? TB_OK : TB_NO_MEMORY;
 }
 
-/* The first layer of every stage must not be below that of the stage before. */
+/* The first layer of a stage must not be below that of the previous stage. */
 static tb_status set_first_layer(const tb_names_opts *opts, int64_t at, int64_t nslots, renumber *out) {
     for (int64_t i = 0; i < nslots; i++) {
         int64_t first = opts->first_layers[i];
@@ -167,7 +167,7 @@ void tb_names_destroy(tb_names *names) {
     free(names);
 }
 
-/* Writes the name with its number in the whole model to `out`, whose text it is then. */
+/* Replaces the name's number by that in the whole model. The name is then the text of `out`. */
 static tb_status apply_numbers(const renumber *numbers, const char *what, const char **name, tb__text *out) {
     tb__capture place;
     if (!numbers->pattern || !tb__number_find(numbers->pattern, *name, &place))
@@ -198,7 +198,7 @@ typedef struct resolving {
     tb__text layered, numbered;
 } resolving;
 
-/* `from` is NULL where no rule applies. */
+/* `from` is NULL if no rule applies. */
 static tb_status add_part(resolving *r, size_t param, const rule *from, const tb__capture *captures) {
     if (!tb__vec_reserve(&r->part, 1) || !tb__vec_push(&r->name, r->text.count))
         return TB_NO_MEMORY;

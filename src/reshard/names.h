@@ -1,4 +1,4 @@
-/* Names, as far as files of the library share them. */
+/* Functions for names that files of the library share. */
 #ifndef TB_RESHARD_NAMES_H
 #define TB_RESHARD_NAMES_H
 
@@ -6,7 +6,7 @@
 
 uint64_t tb__name_hash(const char *name);
 
-/* As tb_match_names, for sides that messages call otherwise than "the source" and "the target". */
+/* As tb_match_names, with other words for "the source" and "the target" in messages. */
 tb_status tb__match_names(const char *const *source, size_t nsource, const char *const *target, size_t ntarget,
                           const tb_match_opts *opts, const char *source_label, const char *target_label, tb_match *out);
 

@@ -73,7 +73,7 @@ static bool match_glob(const char *p, const char *s, tb__capture *captures) {
 
 static bool match_regex(const regex_t *regex, const char *name, size_t length, tb__capture *captures) {
     regmatch_t match[TB__CAPTURES];
-    /* of the matches that begin at the first character the longest is found, so the whole name if that is one */
+    /* of the matches that begin at the first character regexec finds the longest, so the whole name if that matches */
     if (regexec(regex, name, TB__CAPTURES, match, 0) || match[0].rm_so != 0 || (size_t)match[0].rm_eo != length)
         return false;
     for (int i = 1; i < TB__CAPTURES; i++) {

@@ -33,11 +33,11 @@ bool tb__pattern_match(const tb__pattern *pattern, const char *name, tb__capture
 tb_status tb__replacement_check(const tb__pattern *pattern, const char *replacement);
 void tb__replacement_expand(const char *replacement, const tb__capture captures[TB__CAPTURES], tb__text *out);
 
-/* As tb__text_add, for what needs no formatting: there may be tens of thousands of names. */
+/* Appends bytes without formatting, faster than tb__text_add: there may be tens of thousands of names. */
 void tb__name_add(tb__text *text, const char *bytes, size_t count);
 
-/* "layers.#.": finds a number at the beginning of the name or after a dot. # is the number, * any characters but dots;
- * a dot at the end of the pattern is the end of the name, too. The first place counts. */
+/* "layers.#.": finds a number at the beginning of the name or after a dot. # matches the number, * any characters but
+ * dots, and a final dot also the end of the name. The first match is used. */
 tb_status tb__number_check(const char *pattern);
 bool tb__number_find(const char *pattern, const char *name, tb__capture *out);
 

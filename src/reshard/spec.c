@@ -1,4 +1,4 @@
-/* Specs: read from JSON and checked, so that what is wrong is said with its place before any file is opened. */
+/* Specs: read from JSON and checked, so that errors are reported with their place before any file is opened. */
 #include "reshard/spec.h"
 
 #include "base/text.h"
@@ -14,7 +14,7 @@
 
 enum { MAX_SPEC = 1 << 28 };
 
-/* The ranks of a side, before placements make a layout of it. */
+/* A side's mesh, before placements make a layout of it. */
 typedef struct mesh {
     int ndim;
     int64_t shape[TB_MAX_DIMS];
@@ -25,7 +25,7 @@ typedef struct mesh {
 
 static const mesh one_rank = {.ndim = 1, .shape = {1}, .nranks = 1};
 
-/* Whether a key is among those of a list that ends with NULL. */
+/* Whether the list, which ends with NULL, contains the key. */
 static bool is_among(const char *key, const char *const *keys) {
     while (*keys && strcmp(*keys, key) != 0)
         keys++;
@@ -121,7 +121,7 @@ static tb_status read_mesh_names(const json_t *json, mesh *m) {
     return TB_OK;
 }
 
-/* Of an object that may have these keys; what it leaves out stays as it is in *m. */
+/* Reads a mesh from an object that may have these keys; without a key, its value in *m stays. */
 static tb_status read_mesh(const json_t *json, mesh *m, tb__arena *arena) {
     const json_t *shape = json_object_get(json, "mesh"), *ranks = json_object_get(json, "ranks");
     const json_t *names = json_object_get(json, "names");
@@ -160,7 +160,7 @@ typedef struct side {
     tb_placement place[TB_MAX_DIMS]; /* own their arrays */
 } side;
 
-/* The only placement that a text has. */
+/* Reads a text with a single placement. */
 static tb_status read_place_text(const char *text, tb_placement *out) {
     const char *at = text;
     tb_placement place;

@@ -1,5 +1,5 @@
-/* The spec of a resharding: a JSON document that says, for each tensor of a checkpoint, how the source has it and how
- * the target wants it.
+/* The spec of a resharding: a JSON document that defines, for each tensor of a checkpoint, its
+ * form in the source and in the target.
  *
  *     {"src_mesh": {"mesh": [2, 4], "names": ["dp", "tp"]}, "dst_mesh": [2],
  *      "tensors": {"lm_head.weight": {"shape": [32000, 4096], "dtype": "bf16", "src": {"tp": "Shard(0)"},
@@ -8,8 +8,9 @@
  *                {"match": "*.rotary_emb.*", "skip": true},
  *                {"match": "*"}]}
  *
- * docs/reshard.md has all forms. A tensor's own entry comes before the rules, which are tried in order. What a side
- * leaves out is Replicate over that side's mesh, and a mesh that is left out is rank 0 alone. */
+ * docs/reshard.md has all forms. A tensor's own entry comes before the rules, which are tried in
+ * order. A missing side is Replicate over that side's mesh, and a missing mesh is rank 0
+ * alone. */
 #ifndef TB_RESHARD_SPEC_H
 #define TB_RESHARD_SPEC_H
 

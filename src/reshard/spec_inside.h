@@ -6,10 +6,10 @@
 
 #include <jansson.h>
 
-/* Refuses keys that are not in a list that ends with NULL. */
+/* Refuses keys that are not in the list, which ends with NULL. */
 tb_status tb__spec_check_keys(const json_t *json, const char *const *keys);
 
-/* The quantisations of both sides, from the rule's JSON; its dtypes have been read. */
+/* Reads the quantisations of both sides from the rule's JSON; its dtypes have been read. */
 tb_status tb__spec_read_quants(const json_t *json, bool is_pattern, tb__spec_rule *rule, tb__arena *arena);
 
 #endif

@@ -1,10 +1,10 @@
-/* Specs: how a side is quantised, and which tensors share a scale. */
+/* Specs: the quantisation of each side, and tensors that share a scale. */
 #include "reshard/pattern.h"
 #include "reshard/spec_inside.h"
 
 #include <string.h>
 
-/* What can be said about each format; the first of two words is the default. */
+/* The options of each format; the first of two words is the default. */
 static const struct {
     tb__quant_kind kind;
     const char *exponents[2]; /* NULL: there is no choice */
@@ -28,7 +28,7 @@ static tb_status find_format(const json_t *json, size_t *out) {
     return tb__fail(TB_INVALID, "the format is none of \"mxfp8\", \"fp8_block\", \"fp8_tensor\" and \"nvfp4\"");
 }
 
-/* Which of two words it is; 0 where it is left out. */
+/* The index of the given word; 0 if it is missing. */
 static tb_status read_choice(const json_t *json, const char *key, const char *const words[2], int *out) {
     const json_t *value = json_object_get(json, key);
     const char *text = json_string_value(value);
@@ -51,7 +51,8 @@ static tb_status read_choice(const json_t *json, const char *key, const char *co
 /* "mxfp8", or {"format": "mxfp8", "exponent": "floor", "scales": "swizzled"} */
 static tb_status read_quant(const json_t *json, bool is_target, tb__quant_format *out) {
     static const char *const target_keys[] = {"format", "exponent", "scales", "group", NULL};
-    static const char *const source_keys[] = {"format", "scales", NULL}; /* what else there was is in the scales */
+    static const char *const source_keys[] = {"format", "scales", NULL}; /* the other options show in the scales
+                                                                          * themselves */
     size_t i;
     int is_second, is_swizzled;
     if (json_is_object(json))
@@ -114,7 +115,7 @@ tb_status tb__spec_read_quants(const json_t *json, bool is_pattern, tb__spec_rul
     return status == TB_OK ? TB_OK : tb__fail_within(status, "dst: quantisation");
 }
 
-/* Each * of the group becomes what that of the pattern matched. */
+/* Replaces each * of the group by the text that the * of the pattern matched. */
 static tb_status fill_stars(const tb__spec_rule *rule, const char *name, tb__text *out) {
     tb__pattern pattern;
     tb__capture captures[TB__CAPTURES];

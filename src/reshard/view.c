@@ -1,4 +1,4 @@
-/* Views: their text, what they make of a shape, and what they make of one rank's memory. */
+/* Views: their text, and their effect on a shape and on one rank's memory. */
 #include "reshard/view.h"
 
 #include "base/text.h"
@@ -99,7 +99,7 @@ static digits take_digits(const tb__form *form, int d) {
     return out;
 }
 
-/* Puts `count` dims in the place of dims d .. d+replaced-1. */
+/* Replaces dims d .. d+replaced-1 by `count` dims. */
 static tb_status replace_dims(tb__form *form, int d, int replaced, const digits *dims, int count) {
     tb__form old = *form;
     int ndigits = old.first_digit[d];
@@ -133,7 +133,7 @@ static tb_status read_dim(const tb__form *form, int64_t written, int *out) {
     return TB_OK;
 }
 
-/* The sizes of a split, with the one that is left out. */
+/* Computes the sizes of a split, including the one that is left out. */
 static tb_status split_sizes(const tb__view_op *op, int64_t length, int64_t *sizes) {
     int64_t product = 1;
     int open = -1;
@@ -176,7 +176,7 @@ static tb_status split_off(digits *from, int64_t size, digits *out) {
                             digit->count, size);
         }
     }
-    /* a digit of one value is kept, because it tells which ranks hold it */
+    /* a digit of one value is kept, because it determines the ranks that hold it */
     if (n == 0)
         taken[n++] = (tb__digit){last.axis, last.stride, 1};
     out->count = n;
@@ -194,14 +194,14 @@ static tb_status apply_split(tb__form *form, const tb__view_op *op) {
     digits from = take_digits(form, d);
     for (int i = count - 1; i > 0; i--) {
         TB_TRY(split_off(&from, sizes[i], &parts[i]));
-        if (from.count == 0) /* all that is left are sizes of 1 */
+        if (from.count == 0) /* only sizes of 1 are left */
             from = (digits){1, {{parts[i].item[0].axis, parts[i].item[0].stride * parts[i].item[0].count, 1}}};
     }
     parts[0] = from;
     return replace_dims(form, d, 1, parts, count);
 }
 
-/* Neighbours that are one digit again are joined; of digits with one value, the others of their axis say enough. */
+/* Merges neighbouring digits of an axis that form one digit, or of which one has a single value. */
 static void join_digits(digits *dim) {
     for (int i = dim->count - 1; i > 0; i--) {
         tb__digit *slow = &dim->item[i - 1], *fast = &dim->item[i];

@@ -1,4 +1,4 @@
-/* What a list of indices of one storage dim is among the digits that a view makes of the dim.
+/* Expresses a list of indices of one storage dim in the digits that a view makes of the dim.
  *
  * The list may be long, so it is walked in *units*: runs of indices as long as all ends of the list's segments and all
  * digits allow. Digits finer than a unit are whole in every unit; at most one digit reaches across units. */
@@ -7,9 +7,9 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { MAX_UNITS = 1 << 20 }; /* of one list; more would take longer than anybody expects of a plan */
+enum { MAX_UNITS = 1 << 20 }; /* of one list; more would take too long */
 
-/* A digit, as the units see it. */
+/* A digit, counted in units. */
 typedef struct unit_digit {
     int index;             /* in the form */
     int64_t stride, count; /* of the digit */
@@ -89,7 +89,7 @@ static void collect_digits(walk *w, const tb__form *form) {
     w->nmoving += w->nmoving == 0;
 }
 
-/* The parts of the list that lie between the first and the last index of the form. */
+/* Collects the parts of the list between the first and the last index of the form. */
 static bool collect_runs(walk *w, int64_t first, tb__spans list, tb__arena *arena) {
     int64_t end = w->digit[0].stride * w->digit[0].count, position = 0;
     w->run = tb__arena_alloc(arena, list.count, sizeof *w->run);
@@ -165,7 +165,7 @@ static tb_status collect_units(walk *w, tb__arena *arena) {
                 is_seen = !d->unit_stride || value[k] < d->unit_count;
             }
             if (!is_seen || rest != 0)
-                continue; /* between the digits: what a slice has left out */
+                continue; /* an index that a slice has removed */
             w->position[w->count++] = w->run[i].position + (at - w->run[i].start);
         }
     }
@@ -187,8 +187,8 @@ static bool differs_only_in(const walk *w, int64_t a, int64_t b, int digit) {
     return true;
 }
 
-/* The digit that is the only one to differ between two units, or -1. If none does, an index is held twice in a row:
- * that is the fastest digit's that is not used yet and stays even, rather one of several values. */
+/* The only digit that differs between two units, or -1. If none differs, an index is held twice in a row: returns the
+ * fastest unused digit that stays evenly spaced, preferably one of several values. */
 static int moving_digit(const walk *w, int64_t a, int64_t b, unsigned used) {
     int moving = -1;
     for (int k = 0; k < w->ndigits; k++) {
@@ -228,7 +228,7 @@ static bool find_nest(const walk *w, nest *out) {
     return block == w->count;
 }
 
-/* Whether every unit has the values and the position that the nesting says. */
+/* Whether every unit has the values and the position that the nesting implies. */
 static bool check_nest(const walk *w, const nest *n) {
     for (int64_t u = 0; u < w->count; u++) {
         int64_t position = w->position[0], rest = u, moved[TB__MAX_DIGITS] = {0};
@@ -249,8 +249,8 @@ static bool check_nest(const walk *w, const nest *n) {
 }
 
 static tb_status refuse_axis(const walk *w) {
-    return tb__fail(TB_REFUSED,
-                    "what a rank holds of dim %d of the stored tensor is no box of even strides in the view", w->axis);
+    return tb__fail(TB_REFUSED, "the part of dim %d of the stored tensor is no box of even strides in the view",
+                    w->axis);
 }
 
 static tb_status fill_share(const walk *w, const nest *n, tb__arena *arena, tb__share *out) {
@@ -293,7 +293,7 @@ int tb__form_whole(const tb__form *form, int axis) {
     return -1;
 }
 
-/* Of a storage dim that is a canonical dim, any list will do. */
+/* If the storage dim is a canonical dim, any list will do. */
 static tb_status share_whole(const tb__form *form, int axis, int whole, tb__spans list, tb__arena *arena,
                              tb__share *out) {
     out->is_empty = list.count == 0;

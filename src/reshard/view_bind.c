@@ -1,4 +1,4 @@
-/* Where a rank has its part of a canonical tensor, and where its storage is padding. */
+/* The binding of a rank's part of a canonical tensor, and the padding in its storage. */
 #include "base/dtype.h"
 #include "reshard/view.h"
 
@@ -34,7 +34,7 @@ static tb_status check_binding(const place *at, const tb_shape *shape, const tb_
     return TB_OK;
 }
 
-/* The digits of a canonical dim are one dim in memory where each begins where the faster ones end. */
+/* The digits of a canonical dim are one dim in memory if each begins where the faster ones end. */
 static tb_status bind_dim(const tb__form *form, const tb__share *share, const tb_binding *from, int d,
                           tb_binding *out) {
     int64_t length = 1, stride = 0;
@@ -88,7 +88,7 @@ static tb_status bind_form(const tb__form *form, const place *at, const tb_bindi
     return TB_OK;
 }
 
-/* A part without elements: the shape must be the one that the canonical layout gives. */
+/* The shape of a part without elements: that of the canonical layout. */
 static tb_status shape_of_empty(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
                                 tb_shape *out) {
     tb_shape canonical;
@@ -132,7 +132,7 @@ tb_status tb_view_bind(const tb_view *view, const tb_shape *shape, const tb_layo
     return TB_OK;
 }
 
-/* The padding at one end of a dim is what the view would show if it sliced that instead. */
+/* The padding at one end of a dim is the view's result if it sliced the padding instead. */
 static tb_status find_padding(const tb_view *view, size_t pad, bool is_after, const tb_shape *shape,
                               const tb_layout *layout, int32_t rank, const tb_binding *binding, tb_binding *out,
                               bool *is_empty) {

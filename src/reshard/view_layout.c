@@ -1,10 +1,9 @@
-/* The layout of a canonical tensor, from the layout of what is stored.
+/* Computes the layout of a canonical tensor from that of the stored tensor.
  *
  * Each digit of the view has, for every coordinate of its storage dim's axis, a list of values. A mesh dim that moves
- * no digit's list is Replicate. The others must each belong to one canonical dim: then that dim's lists are spelled as
- * Shard if they are that, else as Explicit; several mesh dims that make one Explicit are joined, and a mesh dim that
- * moves two dims is split in two. Joining takes mesh dims together that may not be neighbours, so the ranks are listed
- * anew. */
+ * no digit's list is Replicate. The others must each belong to one canonical dim: then that dim's lists become Shard if
+ * they have that form, else Explicit; several mesh dims of one Explicit are joined, and a mesh dim that moves two dims
+ * is split in two. Joined mesh dims need not be neighbours, so the ranks are listed anew. */
 #include "reshard/view.h"
 
 #include <inttypes.h>
@@ -55,7 +54,7 @@ static void collect_ways(viewing *v, const tb_layout *layout) {
     }
 }
 
-/* A coordinate without elements holds what all others hold of every digit but one. */
+/* A coordinate without elements gets the others' lists for every digit but one, which is empty. */
 static tb_status fill_empty(viewing *v, int axis) {
     int32_t ncoords = v->grid.axis[axis].ncoords, full = 0;
     tb__share *share = v->share[axis];
@@ -66,7 +65,7 @@ static tb_status fill_empty(viewing *v, int axis) {
         if (v->form.digit[i].axis != axis)
             continue;
         bool moves = false;
-        bool is_last = true; /* of those left: one digit has to be empty */
+        bool is_last = true; /* so far: one digit has to be empty */
         for (int j = 0; j < i; j++)
             is_last &= v->form.digit[j].axis != axis;
         for (int32_t c = full + 1; c < ncoords; c++)
@@ -90,7 +89,7 @@ static tb_status fill_empty(viewing *v, int axis) {
     return TB_OK;
 }
 
-/* Digits of one axis in one dim must follow on one another in the memory of every rank, so that all refuse alike. */
+/* Digits of one axis in one dim must be consecutive in the memory of every rank, so that all refuse alike. */
 static tb_status check_merged(const viewing *v, int axis, const tb__share *share) {
     for (int d = 0; d < v->form.ndim; d++) {
         int fast = -1; /* the next faster digit with several values, if no other axis' stands between */
@@ -177,15 +176,14 @@ static tb_status split_way(viewing *v, int at) {
         w[1].dim = __builtin_ctz(fast_dims);
         return TB_OK;
     }
-    return tb__fail(TB_REFUSED, "what the ranks hold of dim %d of the stored tensor is no product of dims of the view",
-                    w->axis);
+    return tb__fail(TB_REFUSED, "the parts of dim %d of the stored tensor are no product of dims of the view", w->axis);
 }
 
 static bool is_all(const tb__values *values, int64_t count) {
     return values->count == 1 && values->item[0].start == 0 && values->item[0].stop == count;
 }
 
-/* A list that is the same everywhere, but not all there is, has to be expressed by some mesh dim of its axis. */
+/* A list that is equal on all coordinates, but incomplete, must be expressed by some mesh dim of its axis. */
 static tb_status claim_constant(viewing *v, int digit) {
     int axis = v->form.digit[digit].axis, d = dim_of_digit(&v->form, digit);
     if (is_all(&v->share[axis][0].values[digit], v->form.digit[digit].count))
@@ -200,8 +198,7 @@ static tb_status claim_constant(viewing *v, int digit) {
             return TB_OK;
         }
     }
-    return tb__fail(TB_REFUSED, "what the ranks hold of dim %d of the stored tensor is no product of dims of the view",
-                    axis);
+    return tb__fail(TB_REFUSED, "the parts of dim %d of the stored tensor are no product of dims of the view", axis);
 }
 
 static tb_status claim_ways(viewing *v) {
@@ -222,7 +219,7 @@ static tb_status claim_ways(viewing *v) {
     return TB_OK;
 }
 
-/* The values of a canonical dim: those of its digits, multiplied out. */
+/* The values of a canonical dim: the product of those of its digits. */
 static tb_status multiply_out(viewing *v, int d, const int64_t *coord, tb__values *out) {
     tb__values all = {0};
     size_t capacity = 0;
@@ -344,12 +341,12 @@ static tb_status make_explicit(viewing *v, int d, const cut *from, tb_placement 
     return TB_OK;
 }
 
-/* The new mesh: which ways each of its dims joins. */
+/* The new mesh, and the ways that each of its dims joins. */
 typedef struct mesh {
     int ndim;
     int64_t shape[MAX_WAYS];
     tb_placement place[MAX_WAYS];
-    int nways, order[MAX_WAYS]; /* the ways, those that are joined next to one another */
+    int nways, order[MAX_WAYS]; /* the ways; joined ones are neighbours */
 } mesh;
 
 static void add_mesh_dim(mesh *m, const viewing *v, const int *ways, int count, const tb_placement *place) {
@@ -397,7 +394,7 @@ static tb_status build_mesh(viewing *v, mesh *m) {
     return TB_OK;
 }
 
-/* The rank that stands at a row-major index of the new mesh. */
+/* The rank at a row-major index of the new mesh. */
 static int32_t rank_at(const viewing *v, const mesh *m, int64_t index) {
     int64_t coord[TB_MAX_DIMS] = {0}, old = 0;
     for (int i = m->nways - 1; i >= 0; i--) {
@@ -419,7 +416,7 @@ static int32_t rank_at(const viewing *v, const mesh *m, int64_t index) {
     return tb_layout_rank_at(v->grid.layout, (int32_t)old);
 }
 
-/* Whether those at a coordinate of an Explicit mesh dim hold anything. */
+/* Whether the ranks at a coordinate of an Explicit mesh dim hold anything. */
 static bool holds_some(const tb_placement *p, int64_t coord) {
     return p->kind != TB_EXPLICIT || p->list_ends[coord] > (coord ? p->list_ends[coord - 1] : 0);
 }
@@ -433,7 +430,7 @@ static bool is_only_cut(const mesh *m, int d) {
     return true;
 }
 
-/* Takes ranks that hold nothing out of the mesh, coordinate by coordinate: one expert of a stack is on few ranks, and
+/* Removes ranks that hold nothing from the mesh, coordinate by coordinate: one expert of a stack is on few ranks, and
  * the others hold nothing of it. */
 static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *nranks) {
     tb_placement *p = &m->place[d];
@@ -453,7 +450,7 @@ static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *
         return TB_NO_MEMORY;
     size_t at = 0;
     int64_t n = v->shape.dim[p->dim], part = (n + kept - 1) / kept;
-    bool is_alone = is_only_cut(m, d);             /* else its lists are of what another one leaves */
+    bool is_alone = is_only_cut(m, d);             /* else its lists select from another one's */
     bool is_whole = is_alone, is_shard = is_alone; /* each has all of it, or its part */
     for (int64_t c = 0; c < before; c++) {
         if (!holds_some(p, c))

@@ -175,7 +175,7 @@ static void megatron_qkv(void **state) {
     assert_ok(tb_view_parse("split(0,3,6,4) slice(1,0,4)", &view));
     assert_int_equal(tb_view_apply(view, &shape, layout, &canonical, &viewed), TB_REFUSED);
     assert_string_equal(tb_error_detail(),
-                        "what a rank holds of dim 0 of the stored tensor is no box of even strides in the view");
+                        "the part of dim 0 of the stored tensor is no box of even strides in the view");
     tb_view_destroy(view);
     tb_layout_destroy(layout);
 }
