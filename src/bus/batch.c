@@ -26,7 +26,7 @@ tb_status tb__local_batch_create(tb_world *world, const char *name, const tb_bat
         free(batch);
         return TB_NO_MEMORY;
     }
-    o.ties = NULL; /* the caller's */
+    o.ties = NULL; /* owned by the caller */
     o.ignored = NULL;
     o.nties = o.nignored = 0;
     batch->opts = o;
@@ -129,7 +129,7 @@ static tb_status make_exchanges(tb_batch *batch) {
     return TB_OK;
 }
 
-/* A failure after the agreement is a transfer's to report. */
+/* Failures after the agreement are reported by transfers. */
 static bool has_failed(const tb__exchange *exchange) {
     return exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed;
 }

@@ -134,7 +134,7 @@ static void test_disagreement_is_found_by_all(void **state) {
     (void)state;
     const difference ways[] = {
         {.words = "(a 0) has not", .status = TB_CONFLICT, .extra = true},
-        {.words = "tensor 'y' was not added to batch 'step' by all who hold a part of it: rank",
+        {.words = "tensor 'y' was not added to batch 'step' by all ranks that hold a part of it: rank",
          .status = TB_CONFLICT,
          .lacking = true},
         {.words = "describe tensor 'x' of batch 'step' differently: shape [4,4] and [4,5]",

@@ -51,7 +51,7 @@ static uint64_t store_now(const tb__commit *c) {
     return tb__directory_store_number(c->engine->batch->world->directory);
 }
 
-/* Called after a new input: wakes the driver, and tb__commit_resolve. */
+/* Called after a new input: wakes the driver, and threads in tb__commit_resolve. */
 static void wake_driver(const tb__commit *c) {
     tb__loop_wake(c->engine->batch->world->loop);
     tb__loop_signal(c->engine->batch->world->loop);
@@ -115,7 +115,7 @@ static void remember_outcome(tb__commit *c) {
     c->known[0] = (tb__outcome_record){v->nonce, v->version, c->decision, c->aborted};
 }
 
-/* What this rank has been prepared for, and what it has refused, concern one nonce. */
+/* The versions this rank was prepared for, and those it has refused, belong to one nonce. */
 static void use_nonce(tb__commit *c, const tb__nonce *nonce) {
     if (tb__nonces_equal(&c->prepared_nonce, nonce))
         return;
@@ -134,7 +134,7 @@ typedef struct conditions {
     int64_t now_ms;
     bool is_cancelled, memory_invalidated; /* of the receive */
     bool store_is_replaced;                /* the one that decides, and has not answered */
-    bool is_over;                          /* nothing is waited for any more */
+    bool is_over;                          /* waiting is over */
     bool has_all;                          /* all data has arrived */
     bool is_applied;                       /* all parts have been tried */
     const tb__engine_part *not_applied;    /* one that could not be; NULL: none */
@@ -209,7 +209,7 @@ static bool has_heard_peers(const tb__commit *c, const conditions *s) {
     return c->nawaited == 0 || s->now_ms >= c->asked_ms + PEERS_ANSWER_MS;
 }
 
-/* The lead may still tell the others that it aborts, also after they have heard that it does not know. */
+/* The lead may still tell the others that it aborts, also after it has answered that it does not know. */
 static tb__commit_input find_unanswered_input(tb__commit *c, const conditions *s) {
     bool waits_for_lead = !is_lead(c) && !s->is_over && s->now_ms < c->asked_ms + PEERS_ANSWER_MS;
     if (s->is_over || s->store_is_replaced) {
@@ -301,7 +301,7 @@ static void send_decision(tb__commit *c, int32_t seat, const tb__vector *vector,
     tb__engine_send(c->engine, seat, &pack);
 }
 
-/* Does nothing at other ranks than the lead. */
+/* No-op at ranks other than the lead. */
 static void pass_on(tb__commit *c, tb__decision decision, tb_status status, const char *why) {
     for (int32_t seat = 1; is_lead(c) && seat < c->engine->size; seat++)
         send_decision(c, seat, &c->engine->current, decision, status, why);
@@ -357,8 +357,8 @@ static bool on_decided(tb__commit *c, const tb__vector *vector, tb__unpack *mess
     return true;
 }
 
-/* What this rank can say about a receive. A rank that was not prepared says "abort", and never prepares. One that may
- * have been, and has forgotten how it ended, does not know. False: it has nothing to do with that engine. */
+/* This rank's answer about a receive. A rank that was not prepared answers "abort", and never prepares. One that may
+ * have been, and has forgotten the outcome, does not know. False: it is not a rank of that engine. */
 static bool find_answer(tb__commit *c, const tb__vector *vector, tb__decision *decision, tb__reason *reason) {
     const tb__outcome_record *known = find_outcome(c, &vector->nonce, vector->version);
     *decision = TB__DECISION_NONE;
@@ -399,7 +399,7 @@ static void record_question(tb__commit *c, uint64_t version) {
     if (i < c->questions.count)
         return;
     if (c->questions.count == MOST_QUESTIONS || !tb__vec_push(&c->questions, version))
-        tb__log(TB_LOG_INFO, "what is decided about version %" PRIu64 " of batch '%s' stays in the store", version,
+        tb__log(TB_LOG_INFO, "the decision about version %" PRIu64 " of batch '%s' stays in the store", version,
                 c->engine->batch->name);
 }
 
@@ -412,7 +412,7 @@ static void record_prepared(tb__commit *c, int32_t seat, const tb__vector *vecto
     wake_driver(c);
 }
 
-/* A rank that is late hears how the receive has ended. */
+/* A rank that is late gets the receive's outcome. */
 static void on_prepared(tb__commit *c, int32_t seat, const tb__vector *vector, uint64_t store_number) {
     const tb__outcome_record *known = find_outcome(c, &vector->nonce, vector->version);
     if (known)
@@ -466,7 +466,7 @@ static void propose_decision(tb__commit *c) {
 void tb__commit_answer(tb__commit *c, uint64_t proposal, tb__decision decision, tb_status status, const char *why) {
     if (proposal <= c->nproposals_before)
         return;
-    /* that an earlier proposal had no answer says nothing about the present one */
+    /* a missing answer to an earlier proposal does not concern the present one */
     bool is_asked = proposal == c->nproposals && (c->state == COMMIT_PROPOSED || c->state == COMMIT_ASKING);
     if (decision != TB__DECISION_NONE)
         record_decision(c, decision, status, why);
@@ -475,7 +475,7 @@ void tb__commit_answer(tb__commit *c, uint64_t proposal, tb__decision decision, 
     wake_driver(c);
 }
 
-/* When the lead has committed a version, all ranks were prepared for it, and so know how those before it ended. */
+/* When the lead has committed a version, all ranks were prepared for it, and so know the outcomes before it. */
 static void delete_old_questions(tb__commit *c) {
     char question[TB__QUESTION_ROOM];
     while (c->questions.count > 2) {
@@ -691,7 +691,7 @@ static bool needs_peer(void *arg, uint64_t attempt, size_t position) {
     return false;
 }
 
-/* For the program, all pairs change at once: before the first, and after the last. */
+/* For the program, all pairs change at once: calls its function before the first pair, and after the last. */
 static void on_applying(void *arg, bool is_done) {
     const tb__engine_part *part = arg;
     tb__commit *c = &part->engine->commit;
@@ -780,7 +780,7 @@ tb_status tb__commit_resolve(tb__commit *c, int64_t deadline_ms, const tb_transf
     tb__loop *loop = c->engine->batch->world->loop;
     if (c->state == COMMIT_APPLYING_LATE)
         return fail_in_doubt(c, "another thread is copying it");
-    (void)tb__commit_step(c); /* an answer may have come since the last transfer */
+    (void)tb__commit_step(c); /* an answer may have arrived since the last transfer */
     if (c->decision == TB__DECISION_NONE && c->state == COMMIT_IN_DOUBT) {
         c->is_wanted = true;
         (void)tb__commit_step(c);

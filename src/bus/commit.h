@@ -1,27 +1,27 @@
 /* The decision about shadowed receives of an engine: every rank commits all pairs of a version, or every rank aborts
  * all of them.
  *
- * Who decides. A rank is prepared when all data of all pairs is in its shadow memory. It tells the engine's lead:
+ * Decisions. A rank is prepared when all data of all pairs is in its shadow memory. It tells the engine's lead:
  * PREPARED, with nonce, vector and the mark of the store that it is connected to. When all ranks are prepared alike,
  * the lead proposes "commit" to that store, in one transaction: the mark is unchanged, and nothing is decided under
  * NONCE and the receive's number. The store answers every proposal with the first one. The lead tells the ranks the
  * answer: DECIDED. They apply their shadows, each on its own, and tell their senders (COMMITTED, a message of the
  * flow).
  *
- * Who may abort. A rank that is not prepared aborts on its own: nobody can have proposed "commit". A prepared rank with
- * a reason to abort (deadline, cancellation, another rank's ABORT, a loss, invalidated memory, PREPARED messages that
+ * Aborts. A rank that is not prepared aborts on its own: no rank can have proposed "commit". A prepared rank with a
+ * reason to abort (deadline, cancellation, another rank's ABORT, a loss, invalidated memory, PREPARED messages that
  * differ) proposes "abort" to the store and does what the store answers. The lead aborts alone as long as it has
  * proposed nothing, because only it proposes "commit".
  *
- * Who does not know. A rank without an answer from the store asks the engine's other ranks: ASK. Each that has the same
+ * Unknown outcomes. A rank without an answer from the store asks the engine's other ranks: ASK. Each that has the same
  * nonce answers: the outcome, if it knows it; "abort", if it is not prepared for the receive, after it has recorded
  * that it never will be; otherwise that it does not know. Outcomes are kept for two receives; a rank that has forgotten
- * an outcome does not know. If nobody knows, the rank ends with TB_IN_DOUBT: its tensors keep what they hold, and no
+ * an outcome does not know. If no rank knows, the rank ends with TB_IN_DOUBT: its tensors keep what they hold, and no
  * transfer begins. The next one first asks the store with that mark, and all ranks, again. Removing the pairs ends the
  * doubt, too.
  *
- * How it is built. Whatever happens is recorded in tb__commit. find_input says which input of commit_table.h holds; the
- * table says what follows; perform_output does it. All of this needs the loop's lock. */
+ * Implementation. Every event is recorded in tb__commit. find_input determines the input of commit_table.h that
+ * applies; the table has the next state and the output; perform_output does it. All of this needs the loop's lock. */
 #ifndef TB_BUS_COMMIT_H
 #define TB_BUS_COMMIT_H
 
@@ -102,7 +102,7 @@ typedef struct tb__outcome_record {
     tb__reason aborted;
 } tb__outcome_record;
 
-/* What the lead knows of a rank. */
+/* The lead's knowledge of a rank. */
 typedef struct tb__prepared_rank {
     uint64_t version; /* for which it is prepared */
     tb__nonce nonce;
@@ -123,12 +123,12 @@ struct tb__commit {
     /* Inputs about the receive. */
     tb__reason reason;     /* of this rank, to abort */
     tb__decision proposal; /* of this rank */
-    tb__decision decision; /* by the store, or as another rank says */
+    tb__decision decision; /* by the store, or as another rank reports */
     tb__reason aborted;    /* the reason of a decision to abort */
     tb__reason unanswered; /* why the store has not answered */
     size_t nawaited;       /* ranks that were asked and have not answered ... */
     int64_t asked_ms;      /* ... since then */
-    bool is_wanted;        /* a transfer begins that has to know the outcome */
+    bool is_wanted;        /* a transfer that has to know the outcome begins */
     bool is_removed;
     size_t ndone; /* parts whose shadow is in the tensors */
 
@@ -169,14 +169,14 @@ void tb__commit_own_flow(tb__engine_part *part, tb__shadow *owner);
 /* A message of the rank with this seat. False: it is not valid. */
 bool tb__commit_message(tb__commit *c, int32_t seat, uint32_t kind, tb__unpack *message);
 
-/* The store's answer to the proposal of this number: what is decided, with the reason to abort; or TB__DECISION_NONE,
- * and why there is no answer. From the commit log's thread. */
+/* The store's answer to the proposal of this number: the decision, with the reason to abort; or TB__DECISION_NONE, and
+ * why there is no answer. From the commit log's thread. */
 void tb__commit_answer(tb__commit *c, uint64_t proposal, tb__decision decision, tb_status status, const char *why);
 
 /* A transfer begins to receive. */
 void tb__commit_begin(tb__commit *c, const tb_transfer_opts *opts);
 /* Makes the transitions that can be made; returns whether there were any. By the driver, in a step of the transfer.
- * Lets go of the lock while the program's functions are called. */
+ * Releases the lock while the program's functions are called. */
 bool tb__commit_step(tb__commit *c);
 /* Whether the rank is not prepared: it may fail the receive on its own. */
 bool tb__commit_is_open(const tb__commit *c);

@@ -95,7 +95,7 @@ static void *commit_log_thread(void *arg) {
         if (!q->forgets)
             ask_store(d, q);
         else if (tb__directory_forget(d->directory, q->text, ANSWER_MS) != TB_OK)
-            tb__log(TB_LOG_INFO, "what was decided about %s stays in the store: %s", q->text, tb_error_detail());
+            tb__log(TB_LOG_INFO, "the decision about %s stays in the store: %s", q->text, tb_error_detail());
         pthread_mutex_lock(&d->lock);
         d->asked = NULL;
         free(q);

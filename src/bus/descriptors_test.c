@@ -240,7 +240,7 @@ static void accept_without(rank *r) {
     must(tb_batch_add(r->batch, r->pair, "w0", &nothing) == TB_OK);
     must(tb_batch_register(r->batch, SOON_MS) == TB_TIMEOUT && !strstr(tb_error_detail(), "has not registered"));
     if (r->is_a)
-        must(strstr(tb_error_detail(), "(b 0) has added to batch 'step' of pair 'p' has not come"));
+        must(strstr(tb_error_detail(), "(b 0) has added to batch 'step' of pair 'p' have not come"));
     else
         must(strstr(tb_error_detail(), "(a 0) of batch 'step' of pair 'p' has not arrived; this process can't accept "
                                        "a connection: ") &&

@@ -1,16 +1,16 @@
 /* The members of the bus, as the store lists them: bus ranks, incarnations, the seats of groups, and notes that members
- * publish (what the ranks of a pair have to agree on). A *seat* is an index in a group: the group's rank of that
+ * publish (values that the ranks of a pair have to agree on). A *seat* is an index in a group: the group's rank of that
  * number.
  *
  * A thread follows the store and keeps a copy of all of this, so that queries never wait; after a change it calls
- * `changed`. What this process has published disappears from the store when it closes the directory or dies. Calls may
- * come from several threads at once.
+ * `changed`. Entries of this process disappear from the store when it closes the directory or dies. Calls may come from
+ * several threads at once.
  *
  * If the store is lost, the copy stays as it is, and the thread tries to reach the store again, with growing delays. If
- * nobody serves an embedded store any more, the first process that finds this out serves it. When the store is back,
- * the process claims its rank and seats again, with the same incarnation, and rewrites its contact and notes. Calls
- * that need the store wait for that, and fail with TB_LOST at their deadline. If another process has taken the rank or
- * a seat meanwhile, the directory stays lost, and they fail with TB_CONFLICT. */
+ * no process serves an embedded store any more, the first process that finds this out serves it. When the store is
+ * back, the process claims its rank and seats again, with the same incarnation, and rewrites its contact and notes.
+ * Calls that need the store wait for that, and fail with TB_LOST at their deadline. If another process has taken the
+ * rank or a seat meanwhile, the directory stays lost, and they fail with TB_CONFLICT. */
 #ifndef TB_BUS_DIRECTORY_H
 #define TB_BUS_DIRECTORY_H
 
@@ -38,25 +38,25 @@ typedef struct tb__note {
 
 typedef struct tb__directory_opts {
     const char *token;
-    int timeout_ms; /* for opening, and for calls that ask the store and are given none of their own */
+    int timeout_ms; /* for opening, and for calls that ask the store and have no timeout of their own */
     /* Called by the following thread, without locks, after any change, and when the store is lost or back; perhaps
      * before open returns. It may call the directory, but not close it; calls that need the store fail at once while it
      * is lost. May be NULL. */
     void (*changed)(void *arg);
     void *arg;
-    /* Until tb__directory_follow_all, rosters and notes are only looked at when a hint changes (tb__directory_hint): of
-     * many ranks that make a pair, a few follow all changes, and tell the others what has changed.
-     * `is_lead`: whether this note of a group's first rank says that it does; NULL: none does. */
+    /* Until tb__directory_follow_all, rosters and notes are only read when a hint changes (tb__directory_hint): of many
+     * ranks that make a pair, a few follow all changes, and pass them on to the others. `is_lead`: whether this note of
+     * a group's first rank says that it passes changes on; NULL: none does. */
     bool only_hints;
     bool (*is_lead)(const tb__note *note);
-    /* Adds what this process tells whoever looks at the store, as JSON; nothing: there is nothing to tell. Called by
-     * the following thread, without locks, after tb__directory_report. NULL: it tells nothing. */
+    /* Adds this process's report for readers of the store, as JSON; nothing: there is no report. Called by the
+     * following thread, without locks, after tb__directory_report. NULL: no reports. */
     void (*report)(void *arg, tb__text *out);
 } tb__directory_opts;
 
-/* Connects to the store, or serves it if nobody does, and takes a bus rank: that of the seat in the group's block of
- * ranks, with the next incarnation, or a new one if a living process has that. TB_CONFLICT, naming the other process,
- * if the seat is taken or a member of the group says that it has another size; a dead process is given time to
+/* Connects to the store, or serves it if no process does, and takes a bus rank: that of the seat in the group's block
+ * of ranks, with the next incarnation, or a new one if a living process has that. TB_CONFLICT, naming the other
+ * process, if the seat is taken or a member of the group says that it has another size; a dead process is given time to
  * disappear first (half a second, with etcd a few seconds). Others see this process after tb__directory_announce, which
  * compares the sizes if only hints are followed. */
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
@@ -85,12 +85,12 @@ typedef struct tb__member {
     size_t contact_nbytes;
 } tb__member;
 
-/* The members of a group that have announced themselves. Freed with tb__roster_fini. */
+/* Members of a group that have announced themselves. Freed with tb__roster_fini. */
 typedef struct tb__roster {
     int32_t size;     /* 0: the group has no members */
     int32_t npresent; /* members with a rank */
     tb__member *member;
-    bool sizes_differ;        /* members disagree on the group's size; `size` is what the lowest index says */
+    bool sizes_differ;        /* members disagree on the group's size; `size` is that of the lowest index */
     tb__directory_view *view; /* has the contacts */
 } tb__roster;
 
@@ -130,7 +130,7 @@ typedef struct tb__notes {
 } tb__notes;
 
 void tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
-/* False: what is known is older than this process's own note about the topic, because it relies on a hint. */
+/* False: the known notes are older than this process's own one about the topic, because they rely on a hint. */
 bool tb__directory_is_current(tb__directory *directory, const char *topic);
 void tb__notes_fini(tb__notes *notes);
 
@@ -138,19 +138,19 @@ void tb__notes_fini(tb__notes *notes);
  * it. While the store is lost, the number of the lost one. */
 uint64_t tb__directory_store_number(tb__directory *directory);
 
-/* Decides a question. The first write wins; later writers are told the winner. `out`, to be freed, is the answer that
- * won. A question's name must never be used for another question. After TB_TIMEOUT and TB_LOST it is unknown whether
- * our answer was written; so it is after TB_IN_DOUBT, if the store does not have this number any more. */
+/* Decides a question. The first write wins; later writers get the winner. `out`, to be freed, is the answer that won. A
+ * question's name must never be used for another question. After TB_TIMEOUT and TB_LOST it is unknown whether our
+ * answer was written; so it is after TB_IN_DOUBT, if the store does not have this number any more. */
 tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, const char *question,
                                const char *answer, int timeout_ms, char **out);
 /* Deletes the answer. No process may ask the question any more. */
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms);
 
-/* With only_hints, from this call on all changes are followed. TB_TIMEOUT
- * if the store does not answer; then what is known is old, but is followed later. */
+/* With only_hints, all changes are followed from this call on. TB_TIMEOUT if the store does not answer; then the known
+ * entries are old, but are followed later. */
 tb_status tb__directory_follow_all(tb__directory *directory, int timeout_ms);
-/* Changes the hint about a pair, as the first rank of the first of its groups, and tells with it what this process
- * knows of the pair: the members of both groups, and the notes. */
+/* Changes the hint about a pair, as the first rank of the first of its groups, together with a summary of the pair: the
+ * members of both groups, and the notes. */
 tb_status tb__directory_hint(tb__directory *directory, const char *pair, const char *const groups[2], uint64_t state,
                              int timeout_ms);
 
@@ -158,8 +158,8 @@ tb_status tb__directory_hint(tb__directory *directory, const char *pair, const c
  * connection is dead and replaces it then. Returns when the store has answered, at once while it is lost. */
 void tb__directory_probe_store(tb__directory *directory, int timeout_ms);
 
-/* What `report` says has changed: it is asked soon, once a second at most, and what it says is written by the following
- * thread. */
+/* The report has changed: the following thread calls `report` soon, once a second at most, and writes the
+ * result. */
 void tb__directory_report(tb__directory *directory);
 
 /* TB_OK, or, with the reason in tb_error_detail, TB_LOST while the store is lost and TB_CONFLICT if another process has

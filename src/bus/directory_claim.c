@@ -33,8 +33,7 @@ static tb_status wait_for_change(const tb__store_deadline *deadline, const char 
 static tb_status fail_seat_taken(const char *group, int32_t index, const tb__store_value *present) {
     tb__seat_record other;
     if (!tb__seat_decode(present, index, &other))
-        return tb__fail(TB_CONFLICT, "seat %" PRId32 " of group '%s' is taken, by somebody who left no name", index,
-                        group);
+        return tb__fail(TB_CONFLICT, "seat %" PRId32 " of group '%s' is taken, by an unknown process", index, group);
     return tb__fail(TB_CONFLICT, "seat %" PRId32 " of group '%s' is taken by %s", index, group,
                     tb__seat_describe(&other).text);
 }
@@ -131,7 +130,7 @@ tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group
     return tb__fail(status, "%s", why.text);
 }
 
-/* Whether the group's first rank has joined with the same size: it has compared that with all others, and all that come
+/* Whether the group's first rank has joined with the same size: it has compared that with all others, and later ones
  * are compared with it. `lead` is its record then. */
 static tb_status look_at_lead(const tb__store_deadline *deadline, const char *group, const tb__seat_record *mine,
                               tb__store_value *lead, bool *is_same) {

@@ -49,7 +49,7 @@ tb_status tb__rank_claim(const tb__store_deadline *deadline, const tb__own_seat 
 /* Claims the rank again after the store was lost. TB_CONFLICT if another process has it, or has had it meanwhile. */
 tb_status tb__rank_reclaim(const tb__store_deadline *deadline, const char *holder, int32_t rank, uint64_t incarnation);
 
-/* Makes an empty store give out only ranks from `next_rank` on as new, and this block to the seat's group; TB_NO_RANK:
+/* Makes an empty store assign new ranks from `next_rank` on only, and this block to the seat's group; TB_NO_RANK:
  * none. */
 tb_status tb__ranks_reserve(const tb__store_deadline *deadline, const tb__own_seat *seat, int32_t first,
                             int32_t next_rank);

@@ -331,7 +331,7 @@ static bool get_own_note(tb__directory *d, size_t i, tb__key_parts *out) {
     return is_there;
 }
 
-/* Of many ranks, those that lead none list the store only if nobody tells them what has changed. */
+/* Of many ranks, those that are no lead list the store only if no lead passes changes on to them. */
 static tb_status look_at_summaries(tb__directory *d, bool is_hinted) {
     bool must_list = false;
     tb__key_parts note;
@@ -352,7 +352,7 @@ static tb_status apply_changes(tb__directory *d, const tb__store_entries *change
     return viewed == since ? tb__directory_replace_view(d, &entries, false) : TB_OK;
 }
 
-/* The changes after `since` are those that were waited for. */
+/* The changes after `since`, from the last wait. */
 static tb_status look_at_changes(tb__directory *d, const tb__store_entries *changes, uint64_t since) {
     if (!d->is_following_all)
         return look_at_summaries(d, changes->count > 0);
@@ -418,7 +418,7 @@ void *tb__directory_follow(void *directory) {
             notify_changed(d);
             continue;
         }
-        /* Many changes come together, when a job starts: they are looked at together. */
+        /* Many changes come together when a job starts: they are handled together. */
         int pause_ms = (int)(looked_ms + COALESCE_MS - tb__now_ms());
         if (pause_ms > 0 && pause_ms <= COALESCE_MS && sleep_unless_closing(d, pause_ms))
             break;

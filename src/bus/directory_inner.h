@@ -1,4 +1,4 @@
-/* What the directory's files share: the calls are in directory.c and directory_notes.c, the thread that follows the
+/* Shared by the directory's files: the calls are in directory.c and directory_notes.c, the thread that follows the
  * store in directory_follow.c. */
 #ifndef TB_BUS_DIRECTORY_INNER_H
 #define TB_BUS_DIRECTORY_INNER_H
@@ -54,8 +54,8 @@ struct tb__directory {
     bool has_warned;               /* about the loss */
     char mark[33];                 /* the random text under the key "mark", which every store has */
     uint64_t store_number;         /* its hash */
-    tb__directory_view *view;      /* what was listed last */
-    TB_VEC(tb__summary) summaries; /* that were read since */
+    tb__directory_view *view;      /* the last list */
+    TB_VEC(tb__summary) summaries; /* read since then */
 };
 
 /* Sets the state; for a failure, tb_error_detail is the reason. */
@@ -63,7 +63,7 @@ void tb__directory_set_state(tb__directory *d, tb_status state);
 
 /* Lists the store and replaces the view, unless that is newer. `is_other_store`: revisions can't be compared. */
 tb_status tb__directory_refresh(tb__directory *d, bool is_other_store);
-/* The same with what was listed. */
+/* The same with a list that was read. */
 tb_status tb__directory_replace_view(tb__directory *d, tb__store_entries *entries, bool is_other_store);
 
 /* The newest view that has the group or the notes about the topic; the other one is NULL. With the lock held. */
@@ -94,8 +94,8 @@ const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *
 
 /* Deletes withdrawn notes from the store. By the active call. */
 tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadline *deadline);
-/* The same by the following thread, if it could not be done at once. Returns whether to try again, or to expect that,
- * soon: the store does not answer. */
+/* The same by the following thread, if it could not be done at once. Returns whether it has to be tried again soon,
+ * because the store does not answer. */
 bool tb__directory_retry_withdrawals(tb__directory *d);
 void tb__directory_free_notes(tb__directory *d);
 

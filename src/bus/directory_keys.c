@@ -146,7 +146,7 @@ bool tb__key_split(const char *key, tb__key_parts *out) {
         return false;
     if ((out->is_note && !consume_name(&at, out->topic)) || !consume_name(&at, out->group))
         return false;
-    /* Other spellings of a number are none: "07", " 7", "+7". */
+    /* Only the canonical form of a number is valid: not "07", " 7", "+7". */
     const char *digits = at;
     if (*at < '0' || *at > '9' || !tb__read_int(&at, &index) || *at || index >= TB_MAX_RANKS)
         return false;

@@ -40,7 +40,7 @@ tb__key tb__key_of_summary(const char *pair, const char *group);
 tb__key tb__key_of_topic(const char *topic); /* the prefix of the notes about it */
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index);
 
-/* A hint as text. */
+/* A hint, as text. */
 enum { TB__HINT_TEXT = 24 };
 void tb__hint_format(uint64_t state, char out[TB__HINT_TEXT]);
 

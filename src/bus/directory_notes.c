@@ -110,7 +110,7 @@ bool tb__directory_retry_withdrawals(tb__directory *d) {
     return status != TB_OK;
 }
 
-/* Has the following thread delete what could not be deleted. */
+/* Leaves the deletion to the following thread. */
 static void leave_to_follower(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
     if (has_withdrawn_notes(d) && !d->is_closing)
@@ -125,7 +125,7 @@ static tb_status check_note(const tb__directory *d, const char *group, int32_t i
     return TB_OK;
 }
 
-/* Whether the group's first rank tells what changes: it has a note that says so, or none, and will have to come. */
+/* Whether the group's first rank passes changes on: it has a note that says so, or none yet. */
 static tb_status look_at_lead(tb__directory *d, const tb__store_deadline *deadline, const note_request *request,
                               bool *is_relied_on) {
     tb__store_value value;
@@ -155,7 +155,7 @@ static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline
     tb_status status = tb__directory_refresh_within(d, deadline);
     if (status != TB_TOO_BIG)
         return status;
-    /* All notes together are too long to be listed, and no process would see any of them. */
+    /* All notes together are too long to be listed: no process would see any of them. */
     tb__saved_detail why = tb__save_detail();
     if (tb__store_deadline_apply(deadline) == TB_OK)
         (void)tb__store_delete(d->store, key);
@@ -223,8 +223,8 @@ static tb_status withdraw_note(tb__directory *d, const tb__store_deadline *deadl
     return is_there ? delete_withdrawn_and_refresh(d, deadline) : TB_OK;
 }
 
-/* Withdraws a note without the store, if that is lost or does not answer; the latter is TB_TIMEOUT. `is_enough`: there
- * is no more to be done. */
+/* Withdraws a note without the store, if that is lost or does not answer; the latter is TB_TIMEOUT. `is_enough`:
+ * nothing else is to be done. */
 static tb_status withdraw_without_store(tb__directory *d, const char *key, bool *is_enough) {
     pthread_mutex_lock(&d->lock);
     tb__own_note *note = find_own_note(d, key);

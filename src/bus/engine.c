@@ -230,7 +230,7 @@ void tb__engine_on_agreed(tb__engine_part *part) {
     engine->peers = peers;
     bool is_new = !tb__nonces_equal(&engine->nonce, &lead->nonce);
     for (size_t i = engine->vectors.count; i-- > 0 && is_new;) {
-        if (tb__nonces_equal(&engine->vectors.item[i].nonce, &engine->nonce)) /* nobody takes them any more */
+        if (tb__nonces_equal(&engine->vectors.item[i].nonce, &engine->nonce)) /* they can't be taken any more */
             drop_vector(engine, i);
     }
     engine->nonce = lead->nonce;
@@ -250,7 +250,8 @@ void tb__engine_on_agreed(tb__engine_part *part) {
     memmove(engine->early.item, engine->early.item + n, engine->early.count * sizeof *engine->early.item);
 }
 
-/* What is lost for lack of memory is made up for: a rank that hears nothing asks, or fails at its deadline. */
+/* A message that is lost for lack of memory is compensated: a rank that gets no answer asks, or fails at its
+ * deadline. */
 void tb__engine_send(tb__engine *engine, int32_t seat, tb__pack *message) {
     if (!engine->peers) {
         tb__pack_fini(message);
@@ -354,7 +355,7 @@ static void note_taken(tb__engine *engine) {
     engine->last_version = engine->current.version;
 }
 
-/* With one pair: what its leg has taken. */
+/* With one pair: the attempt that its leg has taken. */
 static bool follow_leg(tb__engine *engine) {
     size_t i = 0;
     const tb__engine_part *part;
@@ -459,7 +460,7 @@ static void send_vector(tb__engine *engine, const tb__vector *vector) {
     }
 }
 
-/* The lead, with several pairs. */
+/* At the lead, with several pairs. */
 static bool fix_vector(tb__engine *engine) {
     const tb__engine_part *part;
     uint64_t highest = 0, attempt, number;

@@ -1,10 +1,10 @@
 /* An engine: a group of ranks that receives a batch, through one pair or several. All its pairs together make one
  * receive, of one version. The first rank of the group is its *lead*.
  *
- * The version. Senders number their sends, and offer each with START. Through one pair the ranks receive what is
- * offered, in order. With several pairs the lead waits until all of them offer something, takes the highest number,
- * fails lower offers (TB_SUPERSEDED), and, when all pairs offer the same number, tells the ranks which attempt of each
- * pair that is: the *vector*. The number is the version, and the number of the receive.
+ * The version. Senders number their sends, and offer each with START. Through one pair the ranks receive all offers, in
+ * order. With several pairs the lead waits until each of them has an offer, takes the highest number, fails lower
+ * offers (TB_SUPERSEDED), and, when all pairs offer the same number, tells the ranks which attempt of each pair that
+ * is: the *vector*. The number is the version, and the number of the receive.
  *
  * The nonce. Whenever the lead registers pairs, it draws 128 random bits, which its manifests carry. They name the
  * engine in all messages of this file and in the store: a process that has got the rank number of another one, and a
@@ -45,8 +45,8 @@ typedef struct tb__all_ended {
 } tb__all_ended;
 
 typedef struct tb__whole {
-    tb__rank_ended *ranks; /* at the lead, by seat; NULL: nobody has told it anything */
-    tb__all_ended all[2];  /* as the lead says */
+    tb__rank_ended *ranks; /* at the lead, by seat; NULL: it has no reports */
+    tb__all_ended all[2];  /* from the lead */
 } tb__whole;
 
 /* The answers of the lead to questions about the transfer_signal: signal.c. */
@@ -54,7 +54,7 @@ typedef enum tb__answer { TB__NO_ANSWER, TB__ANSWER_NO, TB__ANSWER_YES, TB__ANSW
 typedef struct tb__question tb__question;
 typedef struct tb__signal {
     uint64_t last; /* the highest question that was answered here; 0: none ... */
-    bool answer;   /* ... and how */
+    bool answer;   /* ... and its answer */
     TB_VEC(struct tb__answers {
         uint64_t first; /* question; up to that of the next */
         bool answer;
@@ -72,7 +72,7 @@ struct tb__engine_part {
     bool is_aborted; /* with the others, because one of them failed */
     bool is_prepared;
     bool is_applied;        /* the flow has tried to copy the shadow ... */
-    tb__reason not_applied; /* ... and why it could not */
+    tb__reason not_applied; /* ... and the reason if it could not */
 };
 
 struct tb__engine {
@@ -105,13 +105,13 @@ struct tb__engine {
 
 /* Finds or makes the engine that this process is in as a receiver of the exchange in this direction. */
 tb_status tb__engine_add_part(tb__exchange *exchange, int src);
-/* The exchange is destroyed, and its flows are: the decision about a receive with it can't be applied any more. */
+/* The exchange is destroyed, and so are its flows: a decision about a receive with it can't be applied any more. */
 void tb__engine_remove_part(tb__engine_part *part);
 void tb__engine_destroy(tb__engine *engine);
 
 /* At the lead: draws a nonce for the pairs that are registered now. */
 tb_status tb__engine_draw_nonce(tb__engine *engine);
-/* What the manifest of a rank says about its engine. */
+/* A rank's manifest, as far as it concerns its engine. */
 typedef struct tb__engine_manifest {
     uint32_t port;
     tb__nonce nonce; /* the lead's */
@@ -145,10 +145,10 @@ void tb__whole_forget(tb__engine *engine, int32_t seat); /* another process has 
 void tb__whole_fini(tb__whole *whole);
 /* This rank's transfer with whole_group and this number has ended; 0: it had none. */
 void tb__whole_tell(tb__engine *engine, bool is_send, uint64_t number, tb_status status, const char *why);
-/* What this rank waits for after that. */
+/* Writes what this rank waits for after that. */
 void tb__whole_describe_wait(const tb__engine *engine, bool is_send, uint64_t number, char *out, size_t room);
-/* Whether nothing is waited for any more, and with which status, whose sentence is in tb_error_detail. Tells the others
- * of a failure. */
+/* Whether waiting is over, and the result, with tb_error_detail. Informs the others of a
+ * failure. */
 bool tb__whole_is_over(tb__engine *engine, bool is_send, uint64_t number, bool is_cancelled, bool is_late,
                        tb_status *status);
 /* A QUESTION or ANSWER. False: it is not valid. */

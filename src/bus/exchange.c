@@ -71,7 +71,7 @@ static int compare_tensor_names(const void *a, const void *b) {
     return strcmp((*x)->name, (*y)->name);
 }
 
-/* Names have no control characters. */
+/* A newline separates names, which have no control characters. */
 static void format_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
     snprintf(out, room, "batch\n%s\n%s", batch->name, pair->name);
 }
@@ -153,7 +153,7 @@ const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t
     return i != TB__NOWHERE ? &side->lists.item[i] : NULL;
 }
 
-/* Takes over the data. */
+/* Takes ownership of the data. */
 static tb_status add_tensor_list(tb__exchange_side *s, unsigned char *data, size_t nbytes) {
     tb__tensor_list list;
     TB_TRY(tb__tensor_list_init(&list, data, nbytes));
@@ -209,7 +209,7 @@ static void add_device(tb__exchange_devices *devices, const char *name) {
         snprintf(devices->text + used, sizeof devices->text - used, "%s%s", used ? "," : "", name);
 }
 
-/* What this process's tensors are on; of an agent's, what the client says. */
+/* The devices of this process's tensors; for an agent, those that the client has named. */
 static tb__exchange_devices own_devices(const tb__exchange *exchange) {
     tb__exchange_devices devices = {""};
     for (int side = 0; side < 2; side++) {
@@ -425,11 +425,11 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
                         pair, nhave, handshake->npeers, others, cause);
     }
     const tb__peer *missing = tb__exchange_find_missing(exchange);
-    return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",
+    return tb__fail(TB_TIMEOUT, "the tensors that %s has added to %s of pair '%s' have not come%s",
                     missing ? missing->label : "nobody", what, pair, shortage);
 }
 
-/* This rank receives for the side's engine, or sends to it: then its sends count on from what the engine has taken. */
+/* This rank receives for the side's engine, or sends to it: then its sends count on from the engine's last version. */
 static void join_engines(tb__exchange *exchange, int side) {
     const tb__exchange_side *s = &exchange->sides[side];
     uint64_t *nsends = &exchange->batch->nsends;
@@ -500,7 +500,7 @@ static void on_tensor_list(tb__exchange *exchange, size_t at, tb__unpack *messag
     if (status == TB_INVALID)
         tb__set_detail("%s sent an invalid tensor list for %s: %zu bytes for side %u%s",
                        exchange->handshake.peers[at]->label, exchange->what, nbytes, (unsigned)side,
-                       is_good ? ", which can't be parsed" : ", truncated or not what their hash says");
+                       is_good ? ", which can't be parsed" : ", truncated or with a wrong hash");
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
     else

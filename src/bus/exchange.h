@@ -11,7 +11,7 @@
 #include "bus/engine.h"
 #include "reshard/convert.h"
 
-/* What a rank tells all others about a tensor. The strings belong to the list. */
+/* A tensor's description, which a rank sends to all others. The strings belong to the list. */
 typedef struct tb__tensor_description {
     const char *name;
     const char *layout; /* in seats; NULL: the pair's */
@@ -19,7 +19,7 @@ typedef struct tb__tensor_description {
     tb_dtype dtype, wire_dtype;
     uint32_t group;
     const char *encode, *scale_group; /* NULL: none */
-    tb__encoding encoding;            /* what `encode` says */
+    tb__encoding encoding;            /* parsed from `encode` */
     bool is_transformed, is_whole;
     uint32_t memory; /* ranks number the kinds of memory that their tensors are in, from 0 on */
 } tb__tensor_description;
@@ -55,7 +55,7 @@ typedef struct tb__side_tensor {
     uint64_t memory_kind;         /* equal for tensors that every rank of the side has in one kind of memory */
 } tb__side_tensor;
 
-/* What the manifest of a seat says. */
+/* A seat's manifest. */
 typedef struct tb__exchange_seat {
     bool has_come;
     uint64_t hash; /* of its list */
@@ -94,7 +94,7 @@ typedef struct tb__encoded_shadows {
     tb__index by_data;
 } tb__encoded_shadows;
 
-/* What a rank that left has said about one direction. */
+/* A rank's state when it left, in one direction. */
 typedef struct tb__goodbye {
     uint64_t started; /* transfers that it knew of */
     tb__failure last;
@@ -116,9 +116,9 @@ struct tb__exchange {
     tb__goodbye (*goodbyes)[2];    /* by peer that has left, and by sending side */
     int64_t *staging;              /* by peer: its bound on staging memory */
     int64_t staging_bytes;         /* the least of all ranks */
-    tb__exchange_devices *devices; /* by peer, at leads: what its tensors are on */
+    tb__exchange_devices *devices; /* by peer, at leads: devices of its tensors */
     uint64_t layouts_hash;         /* of the pair's layouts */
-    bool checksum;                 /* any rank asks for it */
+    bool checksum;                 /* requested by any rank */
     int32_t *hosts;                /* by rank; NULL: one host */
     size_t nhosts;
     enum { EXCHANGE_WAITING, EXCHANGE_AGREED, EXCHANGE_BROKEN } state;
@@ -135,7 +135,7 @@ struct tb__exchange {
     tb__engine_part receives[2];                  /* likewise */
     tb__encoded_shadows shadows[2];               /* likewise */
     tb__convert *converts[2];                     /* of the flows; NULL: nothing is converted */
-    TB_VEC(const tb__added_tensor *) received[2]; /* by sending side: what this process has of the tensors received */
+    TB_VEC(const tb__added_tensor *) received[2]; /* by sending side: this process's tensors among those received */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;
@@ -160,8 +160,8 @@ void tb__exchange_report_loss(tb__exchange *exchange);
 /* Ends all transfers, and refuses new ones, for the reason in tb_error_detail. `tell`: also informs the peers. */
 void tb__exchange_break(tb__exchange *exchange, tb_status status, bool tell);
 /* A rank was lost: transfers that do not need it any more go on, and no new one begins. The peers are informed when
- * this rank has ended its transfers, because the message says that it takes no further part. A rank that hears of a
- * loss this way forwards it: its informant may have no connection with some of the others. The reason is in
+ * this rank has ended its transfers, because the message says that it takes no further part. A rank that learns of a
+ * loss this way forwards it: the sender may have no connection with some of the others. The reason is in
  * tb_error_detail. */
 void tb__exchange_on_rank_lost(tb__exchange *exchange);
 
@@ -169,11 +169,11 @@ void tb__exchange_on_rank_lost(tb__exchange *exchange);
 void tb__exchange_leave(tb__exchange *exchange);
 /* The peer has left; `message` is its goodbye. */
 void tb__exchange_on_goodbye(tb__handshake *handshake, size_t at, tb__unpack *message);
-/* Tells the flows that a rank has left. */
+/* Reports to the flows that a rank has left. */
 void tb__exchange_report_gone(tb__exchange *exchange, size_t gone);
 void tb__exchange_free_goodbyes(tb__exchange *exchange);
 
-/* TB_TIMEOUT, with a message that names what the exchange waits for. */
+/* TB_TIMEOUT, with a message that names the ranks and lists the exchange waits for. */
 tb_status tb__exchange_fail_waiting(const tb__exchange *exchange);
 
 const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t hash); /* NULL: it has not arrived */

@@ -1,4 +1,4 @@
-/* Goodbyes: what a rank says when it leaves an exchange, because its batch is destroyed, and what its peers do then. */
+/* Goodbyes: messages of ranks that leave an exchange, because their batch is destroyed, and their effect on peers. */
 #include "bus/exchange.h"
 
 static void pack_failure(tb__pack *pack, const tb__failure *last) {
@@ -8,7 +8,7 @@ static void pack_failure(tb__pack *pack, const tb__failure *last) {
     tb__pack_string(pack, last->why);
 }
 
-/* The goodbye repeats the last failures for peers that have not heard of them: ranks leave because of these. */
+/* The goodbye repeats the last failures for peers that do not know them: ranks leave because of these. */
 void tb__exchange_leave(tb__exchange *exchange) {
     bool is_broken = exchange->state == EXCHANGE_BROKEN;
     const char *why = is_broken ? exchange->handshake.why : "";

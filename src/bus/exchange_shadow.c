@@ -124,7 +124,7 @@ tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *recei
     for (size_t i = 0; i < source->own.count && status == TB_OK; i++) {
         if (marks[i])
             status = tb__fail(TB_REFUSED,
-                              "%s: tensor '%.100s' is being sent, and would be overwritten by what is received from "
+                              "%s: tensor '%.100s' is being sent, and would be overwritten by data received from "
                               "elsewhere meanwhile",
                               from->what, source->own.item[i]->name);
     }

@@ -11,7 +11,7 @@
 enum {
     MESSAGE_MANIFESTS, /* the receiver's port, if it gets all of them, else 0; then each with its rank and port */
     MESSAGE_BROKEN,    /* the receiver's port, if it is known, else 0; status, reason */
-    MESSAGE_GONE,      /* the rank that has left, its port, the ranks that it has told itself, its goodbye */
+    MESSAGE_GONE,      /* the rank that has left, its port, the ranks that it has informed itself, its goodbye */
     MESSAGE_ASK,
     MESSAGE_ANSWER, /* a rank whose manifest is missing, and how many have come */
 };
@@ -159,7 +159,7 @@ static void send_own_manifest(tb__handshake *handshake) {
     tb__pack_fini(&manifest);
 }
 
-/* To a lead that has dropped what this rank sent it, or that had it for an earlier handshake. */
+/* To a lead that has dropped this rank's messages, or had them for an earlier handshake. */
 static void send_again(tb__handshake *handshake, size_t lead) {
     if (lead == handshake->self || handshake->status != TB_OK)
         return;
@@ -186,7 +186,7 @@ static void send_gone(tb__handshake *handshake, size_t to, size_t gone, uint32_t
                 handshake->peers[gone]->label);
 }
 
-/* Whether the rank that left has told this one itself. `goodbye` begins with the list of those. */
+/* Whether the rank that left has informed this one itself. `goodbye` begins with the list of those. */
 static bool was_told(const tb__pack *goodbye, int32_t rank) {
     tb__unpack u = {goodbye->data, goodbye->data + goodbye->count, false};
     size_t count = tb__unpack_count(&u, 4);
@@ -200,7 +200,7 @@ static bool is_my_member(const tb__handshake *handshake, size_t at) {
     return at != handshake->self && handshake->ranks[at].lead == handshake->self;
 }
 
-/* Whether this rank tells the peer what it hears: leads tell each other and their members. */
+/* Whether this rank forwards news to the peer: leads forward to each other and to their members. */
 static bool must_tell(const tb__handshake *handshake, size_t at) {
     return tb__handshake_is_lead(handshake) && at != handshake->self &&
            (is_my_member(handshake, at) || at == other_lead(handshake));
@@ -250,8 +250,8 @@ void tb__handshake_break(tb__handshake *handshake, tb_status status, bool tell) 
         tb__handshake_send_broken(handshake);
 }
 
-/* Whether the peer hears from this rank directly: its lead, those that a lead tells, and whoever it is connected with.
- */
+/* Whether the peer gets news directly from this rank: its lead, the ranks that a lead informs, and all connected
+ * peers. */
 static bool is_near(const tb__handshake *handshake, size_t at) {
     return at != handshake->self && (at == handshake->ranks[handshake->self].lead || must_tell(handshake, at) ||
                                      (handshake->peers[at]->is_open && handshake->ports[at]));
@@ -305,7 +305,7 @@ static void keep_early_manifest(tb_world *world, const tb__early_manifest *row) 
     e.data = tb__memdup(row->data, row->nbytes, 1);
     if (!e.key || !e.data || !tb__vec_push(&world->early, e)) {
         tb__early_manifest_fini(&e);
-        tb__log(TB_LOG_ERROR, "no memory for what rank %d says about '%s'", (int)row->rank, row->key);
+        tb__log(TB_LOG_ERROR, "no memory for the manifest of rank %d for '%s'", (int)row->rank, row->key);
     }
 }
 
@@ -417,8 +417,7 @@ static void on_manifests(tb_world *world, const char *key, tb__peer *from, tb__u
             return;
         }
         if (row.rank == world->rank && (!handshake || row.port != handshake->port.id))
-            continue; /* our own, of an earlier handshake: it was delivered after we left, and must not go any further
-                       */
+            continue; /* our own, of an earlier handshake: it was delivered after we left, and must not be forwarded */
         const tb__peer *peer = tb__loop_find_peer(world->loop, row.rank, row.incarnation);
         size_t at = handshake && peer ? tb__handshake_find(handshake, peer) : TB__NOWHERE;
         if (at == TB__NOWHERE && sender != TB__NOWHERE)
@@ -444,7 +443,8 @@ static void on_broken_message(tb__handshake *handshake, size_t at, uint32_t send
         handshake->on_broken(handshake, at, status, why);
 }
 
-/* A lead's members are gone with it, as far as others know them only through it: they send it their manifests again. */
+/* When a lead is gone, so are its members, as far as others know them only through it: they send it their manifests
+ * again. */
 static void forget_members(tb__handshake *handshake, size_t lead) {
     for (size_t i = 0; i < handshake->npeers; i++) {
         if (i != lead && i != handshake->self && handshake->ranks[i].lead == lead && handshake->ranks[i].is_confirmed &&
@@ -453,7 +453,7 @@ static void forget_members(tb__handshake *handshake, size_t lead) {
     }
 }
 
-/* Goodbyes of all owners begin with that, after the ranks that were told. */
+/* Goodbyes of all owners begin with this flag, after the ranks that were informed. */
 static bool had_agreed(const tb__unpack *goodbye) {
     tb__unpack u = *goodbye;
     size_t ntold = tb__unpack_count(&u, 4);
@@ -502,7 +502,7 @@ static void on_gone_message(tb_world *world, const char *key, tb__peer *from, tb
     for (size_t i = world->early.count; i-- > 0;) {
         const tb__early_manifest *e = &world->early.item[i];
         bool is_its_own = e->rank == rank && e->incarnation == incarnation && e->port == port;
-        /* what a lead that leaves has passed on belonged to the handshake that it has left */
+        /* manifests that a leaving lead has forwarded belonged to the handshake that it has left */
         bool is_passed_on = e->from == from && from == peer && strcmp(e->key, key) == 0;
         if (is_its_own || is_passed_on)
             drop_early_manifest(world, i);
@@ -584,10 +584,10 @@ static void ask_leads(tb_world *world) {
         tb__pack pack = {0};
         if (!must_ask(at))
             continue;
-        at->missing = at->npeers; /* who was missing before may have come */
+        at->missing = at->npeers; /* a rank that was missing before may have come */
         begin_message(&pack, MESSAGE_ASK, at->key, at->port.id);
         if (tb__loop_send(at->peers[at->ranks[at->self].lead], TB__PORT_WORLD, &pack) != TB_OK)
-            tb__log(TB_LOG_ERROR, "no memory to ask who is missing");
+            tb__log(TB_LOG_ERROR, "no memory to ask for missing ranks");
     }
 }
 

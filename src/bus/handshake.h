@@ -1,17 +1,17 @@
-/* A handshake among all ranks of an exchange or a copy service, found by a name (the key) that all of them use. Each
- * rank has a *manifest*, which says what it has and to which port messages go. Ranks send their manifests to their
- * *lead*: the first rank of their side of a pair. The leads tell each other what they get; when a lead has all
- * manifests, of both sides, its owner has it send them to the members of its side (tb__handshake_tell_members). So a
- * rank sends one message, gets one, and is connected with its lead only.
+/* A handshake among all ranks of an exchange or a copy service, found by a name (the key) that all of them
+ * use. Each rank has a *manifest*, with its contribution and the port for messages. Ranks send their
+ * manifests to their *lead*: the first rank of their side of a pair. The leads exchange the manifests they
+ * get; when a lead has all manifests, of both sides, its owner has it send them to the members of its side
+ * (tb__handshake_tell_members). So a rank sends one message, gets one, and is connected with its lead
+ * only.
  *
- * Manifests go to the world's port, because the ports of the handshake are not known yet. One that arrives before a
- * lead has made the handshake is kept until then. A member that gets all manifests finds its own among them, with its
- * port: so they are of this handshake, and not of an earlier one with the same name.
+ * Manifests go to the world's port, because the ports of the handshake are not known yet. One that arrives
+ * before a lead has made the handshake is kept until then. A member that gets all manifests finds its own
+ * among them, with its port: so they are of this handshake, and not of an earlier one with the same name.
  *
- * A rank that leaves says goodbye to its lead and to all that it is connected with, so that the goodbye comes after its
- * other messages; the lead tells the rest. When a
- * lead leaves before a member has all manifests, the member sends it its own again: it may come back. It is the same
- * with failures.
+ * A rank that leaves says goodbye to its lead and to all connected peers, so that the goodbye comes after
+ * its other messages; the lead informs the rest. When a lead leaves before a member has all manifests, the
+ * member sends it its own again: it may come back. It is the same with failures.
  *
  * Embedded in its owner. All functions need the loop's lock. */
 #ifndef TB_BUS_HANDSHAKE_H
@@ -20,7 +20,7 @@
 #include "base/mem.h"
 #include "flow/flow.h"
 
-/* What is known of one rank. */
+/* The state of one rank. */
 typedef struct tb__handshake_rank {
     size_t lead;        /* the position of its lead */
     bool is_confirmed;  /* its manifest is here */
@@ -45,9 +45,9 @@ struct tb__handshake {
     size_t nunconfirmed; /* peers that are not confirmed */
     size_t missing;      /* by the lead's last answer: a rank that has not sent its manifest; npeers: no answer yet */
     size_t nhave;        /* likewise: how many ranks have */
-    tb_status status;    /* not TB_OK: it has failed, and whoever sends a manifest is told why */
+    tb_status status;    /* not TB_OK: it has failed, and ranks that send a manifest get the reason */
     char why[TB__WHY_MAX];
-    /* Callbacks, from the driver. The last argument is what the peer added to its message. `on_broken` is optional. */
+    /* Callbacks, from the driver. The last argument is the owner's part of the message. `on_broken` is optional. */
     void (*pack_manifest)(tb__handshake *handshake, tb__pack *manifest);
     void (*on_manifest)(tb__handshake *handshake, size_t peer, tb__unpack *manifest);
     void (*on_confirmed)(tb__handshake *handshake, size_t peer); /* the peer is confirmed */
@@ -78,7 +78,7 @@ tb_status tb__handshake_announce(tb__handshake *handshake);
 bool tb__handshake_is_lead(const tb__handshake *handshake);
 /* At a lead that has all manifests: sends them to the members of its side, once. */
 void tb__handshake_tell_members(tb__handshake *handshake);
-/* The peer has left, and may come again: drops what it has sent. */
+/* The peer has left, and may come again: drops its messages. */
 void tb__handshake_forget(tb__handshake *handshake, size_t peer);
 /* Marks it as failed, for the reason in tb_error_detail. `tell`: also informs the peers. */
 void tb__handshake_break(tb__handshake *handshake, tb_status status, bool tell);
@@ -87,11 +87,11 @@ void tb__handshake_send_broken(tb__handshake *handshake); /* informs the peers, 
 void tb__handshake_leave(tb__handshake *handshake, const tb__pack *goodbye);
 void tb__handshake_fini(tb__handshake *handshake);
 
-/* As tb__loop_wait. Members ask their leads now and then, and shortly before the deadline, who is missing, so that
- * tb__handshake_find_missing can name a rank. */
+/* As tb__loop_wait. Members ask their leads for missing ranks now and then, and shortly before the deadline, so that
+ * tb__handshake_find_missing can name one. */
 bool tb__handshakes_wait(tb_world *world, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
 /* A rank whose manifest is missing, as far as this one knows; a lead that has not answered counts as missing, too.
- * `nhave`: how many ranks have sent theirs. TB__NOWHERE: none is missing. */
+ * `nhave`: the number of ranks that have sent theirs. TB__NOWHERE: none is missing. */
 size_t tb__handshake_find_missing(const tb__handshake *handshake, size_t *nhave);
 
 /* Other handshakes for which this rank has the peer's manifest, but which it has not made itself: their keys, one a

@@ -1,8 +1,8 @@
-/* Tells ranks who is lost. A rank is connected with its leads, and with the ranks that the plan moves bytes to or from;
- * it does not notice the death of others. A lead is connected with all ranks of its side, and tells all that it is
- * connected with who is lost, whether it still has the pair or not: it may hear of a failed transfer and destroy the
- * pair before it notices why the transfer has failed. A rank that makes the pair again, from what the store said a
- * moment before, hears of earlier losses when its manifest reaches the lead. */
+/* Informs ranks of lost ranks. A rank is connected with its leads, and with the ranks that the plan moves bytes to or
+ * from; it does not notice the death of others. A lead is connected with all ranks of its side, and informs all
+ * connected ranks of losses, whether it still has the pair or not: it may learn of a failed transfer and destroy the
+ * pair before it notices the cause. A rank that makes the pair again, from slightly older contents of the store, gets
+ * earlier losses when its manifest reaches the lead. */
 #include "bus/world.h"
 
 #include "base/log.h"
@@ -44,7 +44,7 @@ static void send_losses(tb__peer *to, uint32_t count, const tb__pack *rows) {
     tb__pack_raw(&pack, rows->data, rows->count);
     pack.failed |= rows->failed;
     if (tb__loop_send(to, TB__PORT_WORLD, &pack) != TB_OK)
-        tb__log(TB_LOG_ERROR, "no memory to tell %s who is lost", to->label);
+        tb__log(TB_LOG_ERROR, "no memory to inform %s of lost ranks", to->label);
 }
 
 void tb__losses_tell(tb_world *world, tb__peer *to) {

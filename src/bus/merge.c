@@ -129,7 +129,7 @@ static bool holds_part(const tb__side_tensor *held, int32_t rank) {
 static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, uint64_t number) {
     enum { NAMED = 4 };
     const tb__exchange_side *s = &j->exchange->sides[j->side];
-    if (s->used.count == 1) /* all seats have it */
+    if (s->used.count == 1) /* all ranks have the same list */
         return TB_OK;
     char missing[200] = "";
     size_t at = 0, count = 0;
@@ -146,7 +146,7 @@ static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, ui
         return TB_OK;
     if (count > NAMED && at < sizeof missing)
         snprintf(missing + at, sizeof missing - at, " and %zu more", count - NAMED);
-    return tb__fail(TB_CONFLICT, "tensor '%.100s' was not added to %s by all who hold a part of it: %s has not",
+    return tb__fail(TB_CONFLICT, "tensor '%.100s' was not added to %s by all ranks that hold a part of it: %s has not",
                     held->desc->name, j->exchange->what, missing);
 }
 
@@ -189,7 +189,7 @@ static tb_status merge_entries(side_merge *j, const entry *entries, size_t count
                 TB_TRY(check_descriptions_equal(j, &entries[i], &entries[next]));
             size_t at = entries[next].list->number;
             j->listed[at] = number;
-            if (entries[next].desc->memory) /* 0 is also what ranks without the tensor would have */
+            if (entries[next].desc->memory) /* ranks without the tensor have 0, too */
                 held.memory_kind = tb__hash(tb__hash(held.memory_kind, at + 1), entries[next].desc->memory);
             if (entries[next].list == own)
                 held.mine = s->own.item[entries[next].at];

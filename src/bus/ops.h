@@ -14,7 +14,7 @@
 
 #include <stdatomic.h>
 
-/* Of the caches of a world, or its agent's. */
+/* The plan caches of a world, or of its agent. */
 typedef struct tb__plans_state {
     size_t kept;          /* plans of models */
     size_t nbytes, limit; /* of them, and of the plans of single tensors */
@@ -67,7 +67,7 @@ typedef struct tb__plans_state {
     OP(tb_status, transfer_pair, (const tb_transfer *transfer, const tb_pair *pair, tb_transfer_state *out))           \
     OP(void, cancel, (tb_transfer * transfer))
 
-/* How each of the objects begins. Those of a world have what the world has. */
+/* The first member of each of the objects. Objects of a world share the world's. */
 typedef struct tb__bus_object {
     const struct tb__bus_ops *ops;
     tb__owner owner;

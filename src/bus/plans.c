@@ -1,6 +1,6 @@
 /* A cache of plans of models, which outlives batches: planning thousands of tensors takes long, and a batch that is
- * made again mostly has the same. A plan is found by a key that contains all its inputs. The cache is bounded in bytes.
- */
+ * made again mostly has the same plan. A plan is found by a key that contains all its inputs. The cache is bounded in
+ * bytes. */
 #include "bus/exchange.h"
 
 #include "base/index.h"
@@ -104,7 +104,7 @@ static void plan_fini(struct tb__kept_plan *plan) {
     tb_ir_destroy(plan->ir);
 }
 
-/* Takes over the key. If memory is short, the plan is just not kept. */
+/* Takes ownership of the key. If memory is short, the plan is not kept. */
 static void keep_plan(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
     size_t nbytes = tb__mem_nbytes(key->data) + tb__ir_nbytes(ir);
     if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, plans->clock, nbytes}))

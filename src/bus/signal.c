@@ -1,6 +1,6 @@
-/* The transfer_signal that all ranks of a group see alike. Ranks ask by number; the lead answers each question once,
- * with what it sees when it hears of it first, and repeats that to whoever asks it again. Numbers that were passed over
- * have the answer of the next one. The lead's driver answers: its program need not ask. */
+/* The transfer_signal, equal on all ranks of a group. Ranks ask by number; the lead answers each question once, with
+ * its own signal when it first gets the question, and repeats that answer later. Skipped numbers have the answer of the
+ * next one. The lead's driver answers: its program need not ask. */
 #include "bus/engine.h"
 #include "bus/exchange.h"
 
@@ -10,7 +10,7 @@
 
 enum { MOST_RUNS = 4096 }; /* of equal answers that the lead remembers */
 
-/* What a rank waits for. */
+/* A question that a rank waits for. */
 struct tb__question {
     uint64_t number;
     tb__answer answer;
@@ -35,7 +35,7 @@ static tb__answer answer_question(tb__engine *engine, uint64_t number) {
             if (s->runs.count == MOST_RUNS)
                 memmove(s->runs.item, s->runs.item + 1, --s->runs.count * sizeof *s->runs.item);
             if (!tb__vec_push(&s->runs, ((struct tb__answers){s->last + 1, answer})))
-                return TB__NO_ANSWER; /* that of the next who asks counts */
+                return TB__NO_ANSWER; /* the next rank that asks gets the answer */
         }
         s->last = number;
         s->answer = answer;
@@ -85,7 +85,7 @@ typedef struct asking {
     const atomic_bool *cancelled; /* NULL: it can't be */
 } asking;
 
-/* Why no answer can come any more; NULL: it can. */
+/* The reason why no answer can come any more; NULL: it can. */
 static const tb__exchange *find_broken(const tb__engine *engine) {
     const tb__exchange *broken = NULL;
     const tb__engine_part *part;

@@ -1,5 +1,4 @@
-/* A rank's tensor list as it is sent: tensors by name, with all that others have to know of them, and how names are
- * matched. */
+/* A rank's tensor list as it is sent: tensors by name, with their descriptions, and how names are matched. */
 #include "bus/exchange.h"
 
 #include <string.h>

@@ -92,8 +92,8 @@ static void tell_groups(tb_transfer *t, uint64_t number, tb_status status, const
     t->has_told = true;
 }
 
-/* With whole_group, when this rank's part has ended: tells the groups' leads, and waits until all ranks have ended
- * theirs. Whether nothing is waited for any more; then t->status and t->why say how it has ended. */
+/* With whole_group, when this rank's part has ended: informs the groups' leads, and waits until all ranks have ended
+ * theirs. Returns whether waiting is over; then t->status and t->why are the result. */
 static bool is_whole(tb_transfer *t) {
     tb_transfer_state state;
     bool is_over = true, is_cancelled = false;
@@ -196,7 +196,7 @@ static bool step_transfer(tb__task *task) {
         did |= tb__flow_step(t->parts[i].flow, t->is_send);
         groups_done += leg->groups_done;
     }
-    for (size_t i = 0; i < t->nparts; i++) /* again for each pair of an engine, which does no harm */
+    for (size_t i = 0; i < t->nparts; i++) /* repeated for each pair of an engine, which does no harm */
         did |= t->parts[i].flow && t->parts[i].engine && tb__engine_step(t->parts[i].engine);
     update_events(t); /* always: a leg may have been ended by a message, or by a loss */
     if (!t->has_ended && !t->is_late && tb__now_ms() >= t->deadline_ms) {
@@ -352,8 +352,7 @@ static tb_status begin_parts(tb_batch *batch, bool is_send, tb__stream_point *po
     return TB_OK;
 }
 
-/* Asks for outcomes that are not known from earlier receives. What turns out to be committed is written after the
- * point, too. */
+/* Asks for unknown outcomes of earlier receives. A version that was committed is written after the point, too. */
 static tb_status resolve_doubts(tb_batch *batch, const tb_transfer_opts *opts, tb__stream_point *point,
                                 int64_t deadline_ms) {
     tb_status status = TB_OK;

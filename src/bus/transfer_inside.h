@@ -29,8 +29,8 @@ struct tb_transfer {
     bool is_send;
     bool has_ended;
     bool is_late;
-    bool has_told;       /* with whole_group: the lead, that this rank's part has ended */
-    bool is_undelivered; /* with whole_group: that is told by tb__transfer_delivered */
+    bool has_told;       /* with whole_group: the lead knows that this rank's part has ended */
+    bool is_undelivered; /* with whole_group: tb__transfer_delivered will inform the lead */
     tb_status status;    /* of one that has ended */
     char why[TB__WHY_MAX];
     const tb__leg *failed; /* the first leg that failed; the others go on */
@@ -53,7 +53,7 @@ static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
     return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
 }
 
-/* Opens the gates whose events have come; all of them if the transfer uses the tensors no more. With the lock held. */
+/* Opens the gates whose events have happened; all, if the transfer has finished with the tensors. Needs the lock. */
 void tb__transfer_open_gates(tb_transfer *t);
 /* Records a point on the stream for a transfer of the batch; NULL: all of its tensors are in host memory. */
 tb_status tb__batch_record_stream(tb_batch *batch, const void *stream, tb__stream_point **out);

@@ -185,7 +185,7 @@ tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
     return status;
 }
 
-/* All legs have ended, and the transfer's status says how. */
+/* All legs have ended; the transfer's status has the result. */
 static bool has_moved(void *arg) {
     const tb_transfer *t = ((const waiting *)arg)->t;
     size_t nlegs = 0;
@@ -316,14 +316,14 @@ void tb__transfer_open_gates(tb_transfer *t) {
     t->gates.count = n;
 }
 
-/* Whether the event has come, or can't come any more, which is *status then. With the lock held. */
+/* Whether the event has happened, or can't happen any more: then *status is the reason. Needs the lock. */
 static bool is_settled(const tb_transfer *t, tb_event event, tb_status *status) {
     bool has_come = t->events & (unsigned)event;
     *status = has_come || t->status == TB_OK ? TB_OK : tb__fail(t->status, "%s", t->why);
     return has_come || t->has_ended;
 }
 
-/* The device opens the gate if nobody drives the loop. */
+/* The device opens the gate if no thread drives the loop. */
 static tb_status wait_at_gate(tb_transfer *t, tb__device *device, tb_event event, const void *stream) {
     tb__loop *loop = t->batch->world->loop;
     tb__transfer_gate gate = {.event = event, .ops = device->ops};

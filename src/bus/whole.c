@@ -1,6 +1,6 @@
-/* whole_group: a transfer ends when all ranks of the group have ended theirs. Each rank tells the group's lead when its
- * own part has ended, and how: ENDED. When all have ended it well, or one has failed, the lead tells all: ALL_ENDED.
- * Sends and receives are numbered alike on all ranks, and numbers only grow. */
+/* whole_group: a transfer ends when all ranks of the group have ended theirs. Each rank sends the group's lead the
+ * result of its own part: ENDED. When all have succeeded, or one has failed, the lead sends the group's result to all:
+ * ALL_ENDED. Sends and receives have the same numbers on all ranks, and numbers only grow. */
 #include "bus/engine.h"
 #include "bus/exchange.h"
 
@@ -21,7 +21,7 @@ static void send_ended(tb__engine *engine, int32_t seat, uint32_t kind, bool is_
     tb__engine_send(engine, seat, &pack);
 }
 
-/* The lead knows how the group has ended it. */
+/* At the lead, when it knows the group's result. */
 static void announce(tb__engine *engine, bool is_send, uint64_t number, tb_status status, const char *why) {
     tb__all_ended *all = &engine->whole.all[is_send];
     if (number <= all->number)
@@ -40,13 +40,14 @@ static void record_ended(tb__engine *engine, int32_t seat, bool is_send, uint64_
     if (!w->ranks)
         w->ranks = tb__calloc((size_t)engine->size, sizeof *w->ranks);
     if (!w->ranks) {
-        announce(engine, is_send, number, TB_NO_MEMORY, "no memory for who has ended a transfer");
+        announce(engine, is_send, number, TB_NO_MEMORY, "no memory to record ended transfers");
         return;
     }
     if (status != TB_OK) {
         char text[TB__WHY_MAX];
         snprintf(text, sizeof text, "%s: %s", engine->peers[seat]->label, why);
-        if (has_ended(engine, seat, is_send, number) && status == TB_TIMEOUT) /* it does not know for whom it waits */
+        if (has_ended(engine, seat, is_send, number) && status == TB_TIMEOUT) /* it does not know which rank is
+                                                                               * missing */
             tb__whole_describe_wait(engine, is_send, number, text, sizeof text);
         announce(engine, is_send, number, status, text);
         return;
@@ -99,7 +100,7 @@ void tb__whole_tell(tb__engine *engine, bool is_send, uint64_t number, tb_status
     send_ended(engine, 0, TB__ENGINE_ENDED, is_send, &ended);
 }
 
-/* The first rank that is still waited for: the lead knows which, the others wait for the lead. */
+/* The first rank that is waited for: the lead knows it; the others wait for the lead. */
 static const tb__peer *find_awaited(const tb__engine *engine, bool is_send, uint64_t number) {
     int32_t seat = 0;
     if (engine->index == 0) {
@@ -116,7 +117,7 @@ static bool is_awaited(const tb__engine *engine, const tb__peer *peer, bool is_s
     return seat < engine->size && (engine->index == 0 ? !has_ended(engine, seat, is_send, number) : seat == 0);
 }
 
-/* A rank that is waited for, and will not end the transfer any more; NULL: there is none. */
+/* A rank that is waited for, but can't end the transfer any more; NULL: there is none. */
 static const tb__peer *find_gone(const tb__engine *engine, bool is_send, uint64_t number) {
     const tb__engine_part *part;
     for (size_t i = 0; (part = tb__engine_next_part(engine, &i));) {
@@ -144,7 +145,7 @@ bool tb__whole_is_over(tb__engine *engine, bool is_send, uint64_t number, bool i
     char why[TB__WHY_MAX] = "";
     *status = TB_OK;
     if (all->number >= number) {
-        *status = all->number == number ? all->status : TB_OK; /* otherwise all ranks have gone on from this one */
+        *status = all->number == number ? all->status : TB_OK; /* otherwise all ranks have passed this transfer */
         snprintf(why, sizeof why, "%s", all->why);
     } else if (is_cancelled) {
         *status = TB_CANCELLED;

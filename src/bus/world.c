@@ -208,7 +208,7 @@ void tb__world_unref(tb_world *world) {
     }
     atomic_store(&world->is_ready, false);
     tb__commit_log_destroy(world->commit_log);
-    /* The directory first: peers that see the connections end find the seats empty. */
+    /* The directory first: when peers notice the end of connections, the seats are empty. */
     tb__directory_close(world->directory);
     tb__loop_destroy(world->loop);
     free_world_members(world);

@@ -80,8 +80,8 @@ static int64_t close_expired_sessions(tb__agent *agent) {
     return next;
 }
 
-/* Releases sessions that are gone, frees those without jobs, and sends what the others are told. Releasing one may
- * close another, because a reply to it fails. */
+/* Releases sessions that are gone, frees those without jobs, and sends the queued replies of the others. Releasing one
+ * may close another, because a reply to it fails. */
 static void serve_sessions(tb__agent *agent) {
     agent_session *s, *next;
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
@@ -111,7 +111,7 @@ static void check_stop(tb__agent *agent) {
     tb__log(TB_LOG_INFO, "agent: stopping; %zu commands are under way", agent->njobs);
 }
 
-/* Sleeps, handles what has happened, and does what is due. */
+/* Sleeps, handles events, and does the work that is due. */
 static void step_agent(tb__agent *agent) {
     int64_t next_ms = close_expired_sessions(agent);
     serve_sessions(agent);
@@ -129,7 +129,7 @@ void tb__agent_run(tb__agent *agent) {
     tb__agent_lock(agent);
     while (!agent->is_forced && (!agent->is_stopping || agent->njobs > 0))
         step_agent(agent);
-    serve_sessions(agent); /* what the last jobs have told */
+    serve_sessions(agent); /* replies of the last jobs */
     tb__agent_unlock(agent);
 }
 
@@ -147,7 +147,7 @@ void tb__agent_destroy(tb__agent *agent) {
         step_agent(agent);
     serve_sessions(agent);
     tb__agent_unlock(agent);
-    while (atomic_load(&agent->nthreads) > 0) /* they have nothing to do any more */
+    while (atomic_load(&agent->nthreads) > 0) /* they only have to end */
         tb__sleep_ms(1);
     tb_world_destroy(agent->world);
     tb__endpoint_close(&agent->endpoint);

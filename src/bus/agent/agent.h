@@ -1,6 +1,6 @@
 /* An agent: a daemon with a seat on the bus that moves tensors for programs of the same user, which connect to its
- * socket. One loop sleeps on all descriptors; commands that have to wait for other ranks run in threads of their own,
- * so that none holds up another. When a program dies, its batches end, and nothing else. */
+ * socket. One loop sleeps on all descriptors; commands that have to wait for other ranks run in separate threads, so
+ * that none delays another. When a program dies, only its batches end. */
 #ifndef TB_BUS_AGENT_AGENT_H
 #define TB_BUS_AGENT_AGENT_H
 

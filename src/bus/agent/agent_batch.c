@@ -15,12 +15,12 @@ typedef struct filling {
         const agent_batch_pair *user; /* the last pair that has a reference; NULL: it is not mapped yet */
         agent_area area;
     } * files, *memories;         /* by descriptor, and by device memory, of the frame */
-    bool has_maps;                /* they were read: */
+    bool has_maps;                /* the maps of the client were read: */
     tb__client_maps maps;         /* of the client */
     agent_batch_pair *batch_pair; /* of the tensor before ... */
     tb_layout *layout;            /* ... and its layout */
     uint64_t nbytes;              /* of the tensor */
-    tb__mirrored mirrored;        /* what of it is */
+    tb__mirrored mirrored;        /* its mirrored part */
 } filling;
 
 static tb_status map_file(agent_job *job, uint64_t fd, const char *what, tb__client_file **out) {
@@ -56,7 +56,7 @@ static void put_areas(agent_batch *b, agent_batch_pair *p) {
     p->areas.count = p->areas.capacity = 0;
 }
 
-/* The tensor's pair has the reference from now on. */
+/* The pair of the tensor gets the reference. */
 static tb_status keep_area(filling *f, agent_area area) {
     agent_batch *b = f->job->batch;
     b->nmapped += area.memory || (area.file && area.file->base);
@@ -87,7 +87,8 @@ static tb_status find_client_file(filling *f, const tb__payload_memory *m, tb__c
     return check_inside(m, nbytes);
 }
 
-/* For reports; the last place is for all that have none of their own. Returns the name with the batch's lifetime. */
+/* For reports; the last place is for all devices without a place of their own. Returns the name with the batch's
+ * lifetime. */
 static const char *note_device(agent_batch *b, const char *name) {
     const size_t most = TB__AGENT_MAX_DEVICES;
     size_t i = 0;
@@ -222,7 +223,7 @@ static tb_status locate_encoded(filling *f, const tb__tensor_payload *p, const t
     return map_memory(f, &p->scale, TB__SCALE, "its scale has", size.scale_nbytes, (char **)&t->scale);
 }
 
-/* Where the stored tensor is, and its layout, which is to be freed. */
+/* Finds the stored tensor's memory, and its layout, which is to be freed. */
 static tb_status locate_tensor(filling *f, const tb__tensor_payload *p, tb_tensor *t, char **layout) {
     tb_shape local;
     f->nbytes = 0;
@@ -303,7 +304,7 @@ static tb_status add_all_tensors(filling *f) {
     return TB_OK;
 }
 
-/* The client looks at the mark when this process has ended: whether it may have been writing. */
+/* Maps the mark: when this process has ended, the client reads there whether it may have been writing. */
 static tb_status map_mark(filling *f) {
     agent_job *job = f->job;
     const tb__message *m = &job->message;
@@ -327,8 +328,8 @@ static tb_status fill_batch(filling *f) {
     TB_TRY(add_all_tensors(f));
     tb__agent_lock(f->job->agent);
     f->job->message.tensors = f->job->message.memories = (tb__entries){0};
-    tb__agent_job_drop_frame(f->job); /* registering may take long ... */
-    b->registering = f->batch;        /* ... and tb__agent_make_report describes what it waits for */
+    tb__agent_job_drop_frame(f->job); /* registering may take long */
+    b->registering = f->batch;        /* for tb__agent_make_report, which describes the wait */
     tb__agent_unlock(f->job->agent);
     tb_status status = tb__local_batch_register(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
     tb__agent_lock(f->job->agent);

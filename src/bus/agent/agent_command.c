@@ -95,7 +95,7 @@ void tb__agent_batch_job_ended(agent_batch *b) {
         end_batch(b);
 }
 
-/* `local` NULL: whichever side it is. */
+/* `local` NULL: either side. */
 static size_t find_batch_pair(const agent_batch *b, const char *pair, const char *local) {
     size_t i = 0;
     while (i < b->batch_pairs.count && (strcmp(b->batch_pairs.item[i].pair->name, pair) != 0 ||
@@ -148,7 +148,7 @@ static tb_status find_side(const agent_job *job, const char *pair, const char **
     return TB_OK;
 }
 
-/* Sides that the command leaves out. */
+/* Fills in sides that are missing in the command. */
 static tb_status complete_sides(agent_job *job) {
     const tb__entries *tensors = &job->message.tensors;
     if (job->message.sides.count > 0 || tensors->count == 0)
@@ -331,7 +331,7 @@ static tb_status run_enter(agent_job *job) {
     return tb__agent_enter(job->agent, m->group_name, (int32_t)m->seat, (int32_t)m->seats);
 }
 
-/* A client that has gone is not waited for. */
+/* Does not wait for a client that has gone. */
 static tb_status run_await_members(agent_job *job) {
     enum { LOOK_MS = 200 };
     tb_status status = TB_TIMEOUT;
@@ -375,13 +375,13 @@ static void finish_register(agent_job *job) {
 }
 
 enum {
-    HAS_BATCH = 1, /* job->batch is the one that it names */
+    HAS_BATCH = 1, /* the command names a batch, job->batch */
     MAY_WAIT = 2,  /* it starts a thread, or waits for one: their number is limited */
-    IS_NEW = 4,    /* it begins something, which a stopping agent does not */
+    IS_NEW = 4,    /* it begins new work, which a stopping agent refuses */
 };
 
-/* Each is answered at once, with the status that `now` returns; or `begin` starts it, unless it fails; or it runs in a
- * thread. */
+/* A command is answered at once, with the status that `now` returns; or `begin` starts it, unless it fails; or it runs
+ * in a thread. */
 static const struct command {
     unsigned flags;
     tb_status (*now)(agent_job *job);

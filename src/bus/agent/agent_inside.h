@@ -1,12 +1,12 @@
-/* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (commands that run,
- * and background work), agent_pair.c, agent_command.c and agent_transfer.c (what commands do), agent_outcome.c (results
- * of transfers), agent_batch.c (tensors and their memory), agent_memory.c (of devices), agent_mirror.c (that is not
- * mapped), agent_report.c (the JSON report).
+/* Shared by the files of the agent: agent.c (the loop), agent_session.c (connections), agent_job.c (commands that run,
+ * and background work), agent_pair.c, agent_command.c and agent_transfer.c (the commands), agent_outcome.c (results of
+ * transfers), agent_batch.c (tensors and their memory), agent_memory.c (device memory), agent_mirror.c (memory that is
+ * not mapped), agent_report.c (the JSON report).
  *
- * The agent's lock guards all that is here, unless it says otherwise. The loop holds it but while it sleeps, so nobody
- * waits for a peer, for the store or for memory with it: that is what the threads of jobs do, which take the lock for
- * what they share. Functions are called with the lock held, but those of which it is said that they are a job's. The
- * lock of the world's loop may be taken with it held, not the other way round. */
+ * The agent's lock guards everything here, unless a comment says otherwise. The loop holds it except while it sleeps,
+ * so it is never held while waiting for a peer, the store or memory: that is done in the threads of jobs, which take
+ * the lock to access shared state. Functions are called with the lock held, except those marked as a job's. The lock of
+ * the world's loop may be taken with it held, not the other way round. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
 #define TB_BUS_AGENT_AGENT_INSIDE_H
 
@@ -25,8 +25,8 @@
 
 enum {
     TB__AGENT_MAX_FDS = 4096,       /* of one frame */
-    TB__AGENT_MAX_DEVICES = 8,      /* that are named in the report of a batch */
-    TB__AGENT_MAX_PAST = 16,        /* transfers of a batch that have ended and are in its report */
+    TB__AGENT_MAX_DEVICES = 8,      /* named in the report of a batch */
+    TB__AGENT_MAX_PAST = 16,        /* ended transfers of a batch in its report */
     TB__AGENT_MAX_COMMANDS = 64,    /* commands of a client that run */
     TB__AGENT_MAX_THREADS = 1024,   /* commands of all clients that run; each has a thread */
     TB__AGENT_MAX_BACKGROUND = 64,  /* background jobs that run; the others wait */
@@ -61,21 +61,21 @@ struct agent_session {
     LIST_ENTRY(agent_session) link;
     tb__agent *agent;
     uint64_t id;
-    char *denial; /* why the connection is refused, which the reply to its Hello says; NULL: it is not */
+    char *denial; /* the reason for refusing the connection, for the reply to its Hello; NULL: it is accepted */
     tb_status denied_with;
     bool has_greeted;
     uint64_t protocol;   /* the version that the client speaks */
     bool is_closing;     /* it is closed when all replies are sent */
     atomic_bool is_gone; /* nothing is read or sent any more; the loop releases what it has ... */
-    bool has_released;   /* ... and it stays until its last job has ended. Then the connection is closed: the client's
-                            memory is not used any more */
+    bool has_released;   /* ... and it stays until its last job has ended. Then the connection is closed: the agent does
+                          * not use the client's memory any more */
     int64_t deadline_ms; /* for its Hello, and, when is_closing, for taking its replies */
     char *name;
     tb__client_process process;
     pthread_mutex_t process_lock; /* jobs map and unmap files, and device memory */
     LIST_HEAD(agent_memories, agent_memory) memories;
-    tb__fds fds;      /* that belong to the next frame ... */
-    tb__fds new_fds;  /* ... and those of the last read, which belong to the last frame of which bytes have arrived */
+    tb__fds fds;      /* of the next frame ... */
+    tb__fds new_fds;  /* ... and of the last read: they belong to the last frame with bytes that have arrived */
     uint64_t nframes; /* so far; the next frame's `seq` */
     size_t njobs;
     size_t nbegun; /* among them: those that count for TB__AGENT_MAX_COMMANDS */
@@ -115,7 +115,7 @@ typedef struct agent_mirror {
     size_t refs;
 } agent_mirror;
 
-/* Memory of the client that tensors of a pair are in, which the pair has a reference to: one of these. */
+/* Memory of the client with tensors of a pair; the pair holds a reference to one of these. */
 typedef struct agent_area {
     tb__client_file *file;
     agent_memory *memory;
@@ -172,12 +172,12 @@ typedef struct agent_batch {
     size_t nawaiting;                        /* jobs that wait for groups of tensors of transfers[0] ... */
     uint64_t ngroups;                        /* ... and how many groups they have written to the client's memory */
     bool is_delivering;                      /* the client's memory is being written */
-    bool is_delivered;                       /* the client's memory has what the last receive has brought */
+    bool is_delivered;                       /* the client's memory has the data of the last receive */
     agent_past past[TB__AGENT_MAX_PAST];     /* transfers that ended: number n is at n % TB__AGENT_MAX_PAST ... */
     uint64_t npast;                          /* ... and how many there have been */
     uint64_t version;                        /* the last that all pairs had together */
     bool is_mixed;                           /* the pairs' versions differ */
-    tb_batch_state received;                 /* of receives only, as far as the client has it */
+    tb_batch_state received;                 /* of receives only, as delivered to the client */
     bool is_abandoned;       /* the client's connection has ended: its memory must not be written any more */
     char error[TB__WHY_MAX]; /* of the last one, if it failed */
 } agent_batch;
@@ -201,12 +201,12 @@ struct agent_job {
     agent_batch *batch;
     tb_batch *registered;             /* for it */
     bool signal;                      /* QueryStatus: the group's */
-    char *text;                       /* that the reply points to; NULL: none */
+    char *text;                       /* referenced by the reply; NULL: none */
     size_t leaving;                   /* index of the pair that is being removed */
     int64_t *moved;                   /* bytes moved, by pair of the batch; NULL: unknown */
     unsigned told;                    /* events that were sent to the client */
     uint64_t attempt;                 /* of a transfer that has ended; 0: it is not known */
-    atomic_bool has_progress;         /* of which the client was not told */
+    atomic_bool has_progress;         /* that was not sent to the client */
     TB_VEC(agent_batch *) batches;    /* Invalidate: those that may use the memory */
     tb_status (*run)(agent_job *job); /* in a thread of its own, without the lock */
     tb_status status;
@@ -327,8 +327,8 @@ tb_status tb__agent_deliver_groups(agent_batch *batch, uint32_t group);
 void tb__agent_update_version(agent_batch *batch);
 /* Adds the pairs' results to the reply, in the job's arena; leaves them out if there is no memory. */
 void tb__agent_put_outcomes(agent_job *job, agent_batch *batch, tb__message *reply);
-/* Adds the state of a transfer to the message, of all pairs and by pair, in the job's arena; leaves it out if there is
- * no memory. `events` is what the client sees. NULL: there is none, and only what was received is told. */
+/* Adds the state of a transfer to the message, of all pairs and by pair, in the job's arena; leaves it out if memory is
+ * short. `events` are those that the client sees. NULL: without a transfer, only the received versions. */
 void tb__agent_put_states(agent_job *job, agent_batch *batch, const tb_transfer *transfer, unsigned events,
                           tb__message *message);
 /* What the client has received. */
@@ -359,9 +359,9 @@ void tb__agent_job_end(agent_job *job, tb_status status);
 void tb__agent_job_finish(agent_job *job); /* with what its thread has returned */
 /* Replies, while the job goes on. */
 void tb__agent_job_answer(agent_job *job, tb_status status);
-/* Starts it, or has it wait if too much runs. */
+/* Starts it, or queues it if too many run. */
 void tb__agent_run_in_background(agent_work *work);
-/* For the loop: does work for which there is no thread. */
+/* For the loop: does queued work if no thread can be started. */
 void tb__agent_do_waiting_work(tb__agent *agent);
 int tb__agent_job_timeout(const agent_job *job);
 
@@ -381,7 +381,7 @@ void tb__agent_unmap_memory(agent_session *session, agent_memory *memory);
 tb_status tb__agent_get_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb__client_file *file,
                                const tb__client_maps *maps, agent_mirror **out);
 void tb__agent_put_mirror(agent_batch *batch, agent_mirror *mirror);
-/* Copies all mirrors from the client; and to the client, what was received through a pair: of the groups of tensors
+/* Copies all mirrors from the client; and copies data received through a pair to the client, of the groups of tensors
  * from `first` to before `last`. */
 tb_status tb__agent_read_mirrors(const agent_batch *batch);
 tb_status tb__agent_write_mirrors(const agent_batch *batch, const tb_pair *pair, uint64_t first, uint64_t last);

@@ -6,14 +6,14 @@
 
 #include <string.h>
 
-/* Bytes here. */
+/* A range of bytes in this process. */
 typedef struct span {
     uintptr_t first, last;
 } span;
 
 typedef TB_VEC(span) spans;
 
-/* Adds what an area of a tensor has in common with the client's bytes. */
+/* Adds the part of a tensor's area that lies in the client's bytes. */
 static tb_status add_span(const tb__message *m, uint64_t shift, uintptr_t first, uintptr_t last, spans *out) {
     uint64_t from = (uint64_t)first + shift, to = (uint64_t)last + shift, end = m->address + m->nbytes;
     from = from > m->address ? from : m->address;
@@ -62,7 +62,7 @@ static int compare_spans(const void *left, const void *right) {
     return (a->first > b->first) - (a->first < b->first);
 }
 
-/* Those that meet become one. */
+/* Merges spans that overlap or touch. */
 static void merge_spans(spans *all) {
     size_t n = 0;
     if (all->count > 1)
@@ -77,7 +77,7 @@ static void merge_spans(spans *all) {
     all->count = n;
 }
 
-/* Copies to the client's memory that were under way have ended then; later ones fail. */
+/* Waits for copies to the client's memory that are under way; later ones fail. */
 static void await_delivery(agent_batch *b) {
     tb__agent *agent = b->session->agent;
     tb__agent_lock(agent);

@@ -10,7 +10,8 @@
 
 enum { PIECES = TB__CLIENT_PROCESS_PIECES };
 
-/* Where the mirror is, or would be, among those of the batch: the first that does not end before these bytes. */
+/* The position of the mirror, existing or not, among those of the batch: the first that does not end before these
+ * bytes. */
 static size_t find_mirror(const agent_batch *b, const tb__client_file *file, uint64_t at) {
     size_t first = 0, last = b->mirrors.count;
     while (first < last) {
@@ -82,7 +83,7 @@ bool tb__agent_is_mirrored(const agent_batch *b) {
 
 tb_status tb__agent_read_mirrors(const agent_batch *b) {
     if (b->mirrors.count > 0 && tb__batch_has_invalidated(b->batch))
-        return TB_OK; /* the transfer says so */
+        return TB_OK; /* the transfer fails for that reason */
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = b->mirrors.item[i];
         TB_TRY(tb__client_read(&b->session->process, m->file, m->at, m->data, m->nbytes));
@@ -186,7 +187,7 @@ static tb_status write_binding(writer *w, const tb_binding *b) {
         return TB_OK;
     TB_TRY(choose_memory(w, TB__DATA, (const void *)first)); // NOLINT(performance-no-int-to-ptr)
     if (!find_runs(b, &r))
-        return write_piece(w, 0, last - first); /* a byte has elements of two runs */
+        return write_piece(w, 0, last - first); /* elements of two runs share a byte */
     do
         TB_TRY(write_piece(w, offset, r.nbytes));
     while (next_run(&r, at, &offset));

@@ -1,5 +1,5 @@
-/* Results of transfers, by pair of a batch: which version the client has, why the last transfer failed; and delivery to
- * the client's memory. */
+/* Results of transfers, by pair of a batch: the client's version, and why the last transfer failed; and delivery to the
+ * client's memory. */
 #include "bus/agent/agent_inside.h"
 
 #include <stdio.h>
@@ -81,7 +81,7 @@ static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const 
     snprintf(s->why, sizeof s->why, "%s", s->status == TB_OK ? "" : detail);
     if (is_send && state.version > 0)
         s->version = state.version;
-    if (was_received) /* if it has failed, groups that had arrived before are in the client's memory */
+    if (was_received) /* if the transfer has failed, groups that had arrived before are in the client's memory */
         s->is_torn = is_torn || s->is_undelivered || (s->status != TB_OK && b->ngroups > 0);
     return delivered == TB_OK ? TB_OK : tb__fail(delivered, "%s", detail);
 }
@@ -121,7 +121,7 @@ void tb__agent_update_version(agent_batch *b) {
     b->received.is_in_doubt = state.is_in_doubt;
 }
 
-/* What is mirrored is received when it was delivered. */
+/* Mirrored tensors count as received when they were delivered. */
 tb_batch_state tb__agent_get_received(agent_batch *b) {
     tb_batch_state now = {.size = sizeof now}, state;
     bool is_known = b->batch && !b->is_changing && tb_batch_query(b->batch, &now) == TB_OK;

@@ -111,7 +111,7 @@ static void remove_user(agent_pair *p, const agent_session *s) {
     }
 }
 
-/* The client does not want the pair any more; NULL: any pair. */
+/* The client has given up the pair; NULL: all pairs. */
 static void give_up_pair(tb__agent *agent, const agent_session *s, const char *name, const char *local) {
     for (agent_job *job = LIST_FIRST(&agent->pair_requests); job; job = LIST_NEXT(job, request_link)) {
         const tb__message *m = &job->message;
@@ -164,9 +164,9 @@ static tb_status decode_pair_layout(const tb__message *m, char **out) {
     return status;
 }
 
-/* The agent is not in the pair's local group. Which seat it takes there follows from the command if it says so, if
- * there is one seat only, or if the group has as many as the agent's own: then they are the same agents. Who is in the
- * pair's other group has to say so. */
+/* Chooses the agent's seat in a local group of the pair that it is not in. The command may give it; otherwise it is
+ * clear if the group has one seat, or as many as the agent's own group: then the agents are the same. An agent in the
+ * pair's remote group needs it in the command. */
 static tb_status choose_seat(const tb__agent *agent, const tb__message *m, int32_t *index) {
     uint64_t size = m->expected_world_size;
     if (strcmp(m->local_name, m->remote_name) == 0)
@@ -175,7 +175,7 @@ static tb_status choose_seat(const tb__agent *agent, const tb__message *m, int32
         return tb__fail(TB_INVALID, "seat %" PRIu64 " is none of the %" PRIu64 " seats of group '%.100s'",
                         m->local_index.value, size, m->local_name);
     tb__membership there;
-    bool is_remote = tb__agent_find_seat(agent, m->remote_name, &there); /* a client at the wrong socket, perhaps */
+    bool is_remote = tb__agent_find_seat(agent, m->remote_name, &there); /* the client may have used the wrong socket */
     if (!m->local_index.is_set && (is_remote || (size != 1 && size != (uint64_t)agent->size)))
         return tb__fail(TB_INVALID,
                         "this agent is %s %" PRId32 ", and has no seat in group '%.100s'%s%s; which of %" PRIu64
@@ -235,7 +235,7 @@ static tb_status make_pair(agent_job *job, int32_t index, const char *layout, bo
     return status;
 }
 
-/* Pings the ranks of a pair that is there: its connections may be dead without this end knowing. */
+/* Pings the ranks of an existing pair: its connections may be dead without this end knowing. */
 static tb_status check_pair(const agent_job *job, agent_pair *p, bool *is_done) {
     tb__agent *agent = job->agent;
     tb__loop *loop = agent->world->loop;
@@ -262,7 +262,7 @@ static tb_status check_pair(const agent_job *job, agent_pair *p, bool *is_done) 
     return status;
 }
 
-/* Uses the pair, if it is there, or does what has to be done first. */
+/* Uses the pair if it exists, or takes the next step towards it. */
 static tb_status step_request(agent_job *job, int32_t index, const char *layout, bool *is_done) {
     tb__agent *agent = job->agent;
     const tb__message *m = &job->message;
@@ -285,7 +285,7 @@ static tb_status step_request(agent_job *job, int32_t index, const char *layout,
     return p->state == PAIR_MADE ? check_pair(job, p, is_done) : wait_for_pair(job, p);
 }
 
-/* The seat that the agent has in the pair's local group, or takes there. */
+/* Finds the agent's seat in the pair's local group, or takes one. */
 static tb_status take_seat(const agent_job *job, int32_t *index) {
     const tb__message *m = &job->message;
     tb__membership seat;

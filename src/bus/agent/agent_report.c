@@ -11,7 +11,7 @@
 
 enum { SENTENCE = 700 };
 
-/* A JSON string; what is not UTF-8 becomes ?. */
+/* A JSON string; invalid UTF-8 becomes ?. */
 static json_t *text(const char *string) {
     json_t *json = json_string(string);
     char *clean = json ? NULL : tb__strdup(string);

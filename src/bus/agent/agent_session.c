@@ -22,7 +22,7 @@ static bool exceeds_held_limit(const agent_session *s) {
     return s->nbytes > TB__AGENT_MAX_HELD;
 }
 
-/* Updates the events that epoll watches. */
+/* ... and for the Hello of a refused one: others may wait for its descriptor */
 static void watch(agent_session *s) {
     bool is_busy = tb__connection_unsent(&s->connection) > BUSY_BYTES || exceeds_held_limit(s);
     if (!s->is_gone && !tb__connection_watch(&s->connection, !s->is_closing && !is_busy))
@@ -133,7 +133,7 @@ static void refuse_frame(agent_session *s, tb_status status) {
 static bool is_agent_token(const char *wanted, const char *given) {
     size_t n = strlen(wanted), m = given ? strlen(given) : 0;
     unsigned char difference = n != m;
-    for (size_t i = 0; i < n; i++) /* takes as long whatever was given */
+    for (size_t i = 0; i < n; i++) /* takes the same time for every token */
         difference |= (unsigned char)(wanted[i] ^ (i < m ? given[i] : 0));
     return !difference;
 }
@@ -276,7 +276,7 @@ static void receive_frames(agent_session *s) {
         total += (size_t)n;
         on_client_frames(s);
         if ((size_t)n < nbytes)
-            return; /* that was all, or epoll says that there is more */
+            return; /* all was read, or epoll reports more */
     }
 }
 

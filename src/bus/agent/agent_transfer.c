@@ -51,7 +51,7 @@ static void send_progress(agent_job *job, const tb_transfer *t) {
     tb__state_payload p = {.message = "", .state.size = sizeof p.state};
     tb__bytes bytes = {0};
     tb_transfer_query(t, &p.state);
-    p.state.status = TB_OK; /* how it has ended, and its events, are told when it has been delivered */
+    p.state.status = TB_OK; /* the result and its events follow when the data was delivered */
     p.state.events = 0;
     p.state.version = 0;
     if (tb__map_encode(&tb__state_schema, &p, &bytes) == TB_OK) {
@@ -75,7 +75,7 @@ static bool answers_when_begun(const agent_job *job) {
     return job->message.no_wait && job->session->protocol > 1;
 }
 
-/* Sends the last events of a transfer that has ended. If its beginning has failed, the Reply says so. */
+/* Sends the last events of a transfer that has ended. A failure to begin is in the Reply. */
 static void send_final_events(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     const tb__message *reply = &job->reply;
@@ -91,8 +91,8 @@ static void send_final_events(agent_job *job) {
     send_event(job, TB__EVENT_COMMITTED, reply->version.value, TB_OK, "", reply->states);
 }
 
-/* The events from the client's point of view: mirrored memory is released as soon as it was read, and has arrived when
- * it is written back. */
+/* The events that the client sees: mirrored memory is released as soon as it was read, and has arrived when it is
+ * written back. */
 static unsigned seen_by_client(const agent_batch *b, bool is_send, const tb_transfer_state *state) {
     unsigned seen = state->events;
     if (is_send && tb__agent_is_mirrored(b))
@@ -105,8 +105,8 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, const tb_tran
     return seen;
 }
 
-/* Also if the transfer can't begin, starting it may have found out that an earlier receive is committed, which is
- * delivered then. */
+/* Delivers a committed version also if the transfer can't begin: starting it may have found that an earlier receive is
+ * committed. */
 static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **out) {
     agent_batch *b = job->batch;
     tb_transfer_opts opts = {.size = sizeof opts,
@@ -121,7 +121,7 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     }
     if (!is_send)
         tb__batch_deliver_later(b->batch, tb__agent_has_mirrors(b));
-    TB_TRY(tb__agent_read_mirrors(b)); /* also to receive: what does not arrive stays as it is */
+    TB_TRY(tb__agent_read_mirrors(b)); /* also to receive: elements that do not arrive stay as they are */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
     tb__saved_detail why = tb__save_detail();
     tb__agent_lock(job->agent);
@@ -131,7 +131,7 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
-/* Waits for the transfer's events in order, and tells those that the client wants. */
+/* Waits for the transfer's events in order, and sends those that the client wants. */
 static tb_status tell_events(agent_job *job, tb_transfer *t, bool is_send) {
     const agent_batch *b = job->batch;
     bool is_shadowed = b->batch->opts.commit == TB_SHADOW;
@@ -203,7 +203,7 @@ static tb_status run_transfer(agent_job *job) {
     tb__endpoint_wake(&agent->endpoint);
     if (is_late)
         tb_cancel(t);
-    if (status == TB_OK && job->session->protocol == 1) /* others say when groups of tensors may come */
+    if (status == TB_OK && job->session->protocol == 1) /* other clients allow groups of tensors by AwaitTensors */
         tb__transfer_take_groups(t);
     if (status == TB_OK)
         status = tell_events(job, t, is_send);

@@ -129,8 +129,7 @@ tb_status tb__client_file_size(const tb__client_file *file, size_t *out) {
     return TB_OK;
 }
 
-/* Whether the pid is still that of the process that connected: it is not used again before its pidfd reports the end.
- */
+/* Whether the pid is still that of the process that connected: it is not reused before its pidfd reports the end. */
 static tb_status check_alive(const tb__client_process *process) {
     struct pollfd end = {.fd = process->pidfd, .events = POLLIN};
     uint64_t start_time = process->start_time;
@@ -181,11 +180,13 @@ tb_status tb__client_maps_check(const tb__client_maps *maps, uint64_t address, s
     bool is_inside = r && r->first <= address;
     if (is_inside && stop <= r->last)
         return TB_OK;
-    return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " run past what process %ld may read: it ends at 0x%" PRIx64,
+    return tb__fail(TB_INVALID,
+                    "%zu bytes at 0x%" PRIx64
+                    " run past the memory that process %ld may read, which ends at 0x%" PRIx64,
                     nbytes, address, (long)maps->pid, is_inside ? r->last : address);
 }
 
-/* Says why nothing was moved at this place. */
+/* Fails because nothing was moved at this place. */
 static tb_status fail_move(const tb__client_process *process, const tb__client_file *file, bool is_write, uint64_t at,
                            int error) {
     const char *what = is_write ? "written" : "read";

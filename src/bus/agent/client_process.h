@@ -1,6 +1,6 @@
-/* A client's process and its memory: files that it hands over, and any other address, which only process_vm_readv and
- * process_vm_writev reach. Files that can't shrink, such as memory of tb_alloc, are mapped; others would end this
- * process if they did, and are read and written by pread and pwrite. */
+/* A client's process and its memory: files that it has sent, and other addresses, which only process_vm_readv and
+ * process_vm_writev reach. Files that can't shrink, such as memory of tb_alloc, are mapped. Others are read and written
+ * by pread and pwrite, because a mapping would end this process if they shrank. */
 #ifndef TB_BUS_AGENT_CLIENT_PROCESS_H
 #define TB_BUS_AGENT_CLIENT_PROCESS_H
 
@@ -10,14 +10,14 @@
 
 enum { TB__CLIENT_PROCESS_PIECES = 512 }; /* pieces that one process_vm_writev writes */
 
-/* A file that the client has handed over. Opened once, however often it is handed over. */
+/* A file that the client has sent. Opened once, however often it is sent. */
 typedef struct tb__client_file {
     dev_t device;
     ino_t inode;
     void *base;    /* NULL: it is not mapped, but read and written ... */
     int fd;        /* ... by this; -1: it is mapped */
     int flags;     /* of the descriptor */
-    size_t nbytes; /* of a file that is mapped */
+    size_t nbytes; /* of a mapped file */
     size_t refs;
     struct tb__client_file *next;
 } tb__client_file;
@@ -37,9 +37,9 @@ void tb__client_process_fini(tb__client_process *process); /* unmaps all files *
 tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__client_file **out);
 void tb__client_process_unmap_file(tb__client_process *process, tb__client_file *file);
 
-tb_status tb__client_file_size(const tb__client_file *file, size_t *out); /* what it has now */
+tb_status tb__client_file_size(const tb__client_file *file, size_t *out); /* the current size */
 
-/* What the process may read: ranges of addresses, in order, which do not meet. */
+/* Address ranges that the process may read, in order, with gaps between them. */
 typedef struct tb__client_maps {
     pid_t pid;
     struct tb__client_range {

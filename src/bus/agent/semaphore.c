@@ -1,5 +1,5 @@
-/* sem_post aborts on an invalid semaphore, and touching a mapping of a truncated file is SIGBUS. So one futex call does
- * both, adds and wakes, and fails instead. */
+/* sem_post aborts on an invalid semaphore, and accessing a mapping of a truncated file raises SIGBUS. So a single futex
+ * call, which fails instead, both increments and wakes. */
 #include "bus/agent/semaphore.h"
 
 #include "base/descriptors.h"
@@ -15,7 +15,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* glibc's semaphores on 64-bit machines: 8 bytes, whose lower half is the value, and the upper one how many wait. */
+/* glibc's semaphores on 64-bit machines: 8 bytes, the value in the lower half, the number of waiters in the upper
+ * half. */
 _Static_assert(sizeof(long) == 8 && sizeof(sem_t) == 32, "semaphores of another kind");
 enum { VALUE_AT = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : 4 };
 

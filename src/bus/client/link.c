@@ -27,7 +27,7 @@ void tb__link_break(tb__link *l, const char *why) {
         return;
     l->broken = TB_LOST;
     snprintf(l->why, sizeof l->why, "%s%s: %s", l->name, l->is_gone, why);
-    shutdown(l->socket.fd, SHUT_WR); /* so that the peer, if it lives, gives up what it does for this process */
+    shutdown(l->socket.fd, SHUT_WR); /* so that the peer, if it lives, cancels its work for this process */
     pthread_cond_broadcast(&l->changed);
 }
 
@@ -40,7 +40,7 @@ static tb_status break_and_fail(tb__link *l, const char *why) {
     return check_connected(l);
 }
 
-/* An agent closes a connection when it uses nothing of the client any more. */
+/* An agent closes a connection when it does not use the client's memory any more. */
 static tb_status fail_over(tb__link *l, const char *why) {
     l->is_over = true;
     return break_and_fail(l, why);
@@ -119,7 +119,7 @@ static void handle_frames(tb__link *l) {
     }
 }
 
-/* All that has arrived. After the loss it is read, too, for its end. */
+/* Receives all bytes that have arrived. After a loss it goes on, to find the end of the connection. */
 static void receive_all(tb__link *l) {
     for (;;) {
         uint8_t *room;
@@ -183,7 +183,7 @@ tb_status tb__link_wait(tb__link *l, bool (*is_true)(void *arg), void *arg, int6
         if (tb__link_cancelled && atomic_load(tb__link_cancelled))
             return tb__fail(TB_CANCELLED, "the call was given up before %s had %s", l->name, what);
         if (has_looked && l->lacks_memory)
-            return tb__fail(TB_NO_MEMORY, "no memory for what %s sent", l->name);
+            return tb__fail(TB_NO_MEMORY, "no memory for a frame of %s", l->name);
         if (has_looked && tb__now_ms() >= deadline_ms)
             return tb__fail(TB_TIMEOUT, "%s is silent: it has not %s in time", l->name, what);
         if (l->is_reading)
@@ -195,7 +195,7 @@ tb_status tb__link_wait(tb__link *l, bool (*is_true)(void *arg), void *arg, int6
 }
 
 void tb__link_await_end(tb__link *l) {
-    tb__link_break(l, "there is no memory for what it sent");
+    tb__link_break(l, "there is no memory for its frame");
     while (l->broken != TB_OK && !l->is_over) {
         if (l->is_reading)
             sleep_until_changed(l, INT64_MAX);
@@ -280,7 +280,7 @@ static tb_status send_bytes(const tb__link *l, const tb__bytes *frame, const int
     return TB_OK;
 }
 
-/* Keeps what was not sent: of the rest of an earlier frame, or of this one. */
+/* Keeps unsent bytes: of the rest of an earlier frame, or of this one. */
 static tb_status keep_unsent(tb__bytes *rest, size_t nrest, const tb__bytes *frame, size_t nsent) {
     size_t left = nsent > 0 ? frame->count - nsent : 0;
     rest->count -= nrest;
@@ -318,15 +318,15 @@ tb_status tb__link_send(tb__link *l, const tb__bytes *frame, const int *fds, siz
     l->nframes -= status != TB_OK;
     pthread_cond_broadcast(&l->changed);
     if (lost && !l->is_reading)
-        receive_all(l); /* what it said before it ended counts; it is over when there is no more */
+        receive_all(l); /* replies sent before the end are valid; they are complete when nothing is left */
     if (lost && (is_shut(lost) || nrest + nsent > 0))
         return break_and_fail(l, strerror(lost));
     if (lost) /* a descriptor that can't be sent, or no memory */
         return tb__fail(TB_IO, "%s: a frame can't be sent: %s", l->name, strerror(lost));
-    if (nsent > 0 && nsent < frame->count && !l->keeps_unsent) /* it has half a frame: no other can follow */
-        return break_and_fail(l, "it does not take what is sent");
+    if (nsent > 0 && nsent < frame->count && !l->keeps_unsent) /* half a frame was sent: no other frame can follow */
+        return break_and_fail(l, "it does not read its frames");
     if (l->keeps_unsent && keep_unsent(&l->unsent, nrest, frame, nsent) != TB_OK)
-        return break_and_fail(l, "there is no memory for what it did not take");
+        return break_and_fail(l, "there is no memory for the unsent rest of a frame");
     return status;
 }
 

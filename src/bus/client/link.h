@@ -1,8 +1,8 @@
 /* A connection of this process to a store's server or to an agent: sends frames, receives replies and events. Several
- * threads may use it: one of those that wait reads for all of them, and a frame is sent as a whole.
+ * threads may use it: one of the waiting threads reads for all of them, and frames are sent whole.
  *
- * All calls but those that make and close it are made with the lock held, which they give up while they wait. A reply
- * is kept until the call that waits for it takes it. Once the connection is lost every call fails. */
+ * All calls but those that make and close it need the lock, which they release while they wait. A reply is kept until
+ * the call that waits for it takes it. Once the connection is lost every call fails. */
 #ifndef TB_BUS_CLIENT_LINK_H
 #define TB_BUS_CLIENT_LINK_H
 
@@ -37,9 +37,9 @@ typedef struct tb__link {
     pthread_cond_t changed;
     bool is_locked; /* for forked children, which can't free what a thread was changing */
     bool is_reading, is_sending;
-    bool keeps_unsent; /* the rest of a frame that was not taken in time is sent before the next; else that is a loss */
+    bool keeps_unsent; /* the rest of a frame not sent in time is sent before the next; otherwise that is a loss */
     bool lacks_memory; /* for a frame that has arrived */
-    bool is_malformed; /* it was lost because the peer sent what is no frame */
+    bool is_malformed; /* it was lost because the peer sent an invalid frame */
     tb_status broken;  /* TB_OK: connected */
     char why[TB__LINK_WHY];
     bool is_over;     /* the peer has ended, or closed the connection: it uses no memory of this process any more */
@@ -49,8 +49,8 @@ typedef struct tb__link {
     tb__bytes unsent;
     tb__link_reply *replies;  /* not taken by a call yet */
     TB_VEC(uint64_t) dropped; /* frames whose replies nobody takes */
-    /* Reads a frame: a reply has its `seq` then; else *is_reply is false, and it was dealt with. A failure ends the
-     * connection. */
+    /* Reads a frame: a reply has its `seq` afterwards; for other frames, which it handles, *is_reply is false. A
+     * failure ends the connection. */
     tb_status (*read)(struct tb__link *link, tb__blob frame, tb__link_reply *out, bool *is_reply);
     void (*on_event)(void *arg, const tb__message *event); /* of an agent, like what follows */
     void *arg;
@@ -75,21 +75,21 @@ tb_status tb__link_send(tb__link *link, const tb__bytes *frame, const int *fds, 
                         uint64_t *seq);
 tb__link_reply *tb__link_take_reply(tb__link *link, uint64_t seq); /* NULL: it has not come */
 void tb__link_reply_free(tb__link_reply *reply);
-/* The reply to this frame is not wanted. */
+/* Drops the reply to this frame. */
 void tb__link_drop_reply(tb__link *link, uint64_t seq);
-/* Waits until is_true, which is looked at after every frame. TB_TIMEOUT at the deadline; TB_NO_MEMORY if there is none
- * for a frame that has arrived, which the next wait reads. `what` the peer has to do, for
- * the error message. */
+/* Waits until is_true, which is called after every frame. TB_TIMEOUT at the deadline; TB_NO_MEMORY if memory
+ * for an arrived frame is short, which the next wait reads. `what` the peer has to do, for the error
+ * message. */
 tb_status tb__link_wait(tb__link *link, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms, const char *what);
 /* Ends the calling thread's waits with TB_CANCELLED, once it is set and tb__link_wake was called; NULL: nothing does.
  * `wake` has to be there. */
 extern _Thread_local const atomic_bool *tb__link_cancelled;
-void tb__link_break(tb__link *link, const char *why); /* gives the connection up; later calls fail with TB_LOST */
-/* Waits until the peer uses no memory of this process any more, after a wait has failed: the connection is given up. */
+void tb__link_break(tb__link *link, const char *why); /* ends the connection; later calls fail with TB_LOST */
+/* Waits, after a failed wait, until the peer does not use memory of this process any more: the connection ends. */
 void tb__link_await_end(tb__link *link);
-/* For a thread that reads when nobody else does: sleeps until something has come, or tb__link_wake is called. */
+/* For a thread that reads when no other does: sleeps until something has arrived, or tb__link_wake is called. */
 void tb__link_step(tb__link *link);
-/* Wakes all threads that wait here, to look again. */
+/* Wakes all waiting threads, to check their conditions. */
 void tb__link_wake(tb__link *link);
 void tb__link_sleep(tb__link *link); /* until something has changed */
 
@@ -104,18 +104,18 @@ typedef struct tb__link_opts {
     void *arg;
 } tb__link_opts;
 
-/* Connects and says Hello. TB_IO if no agent listens; TB_TIMEOUT if it is silent; TB_DENIED for a wrong token;
- * TB_REFUSED if it speaks another version. */
+/* Connects and says Hello. TB_IO if no agent listens; TB_TIMEOUT if it does not answer; TB_DENIED for a wrong token;
+ * TB_REFUSED if it has another version of the protocol. */
 tb_status tb__link_open(const char *path, const tb__link_opts *opts, tb__link **out);
 
 /* Sends a frame, with descriptors; *seq is the `seq` of its reply. */
 tb_status tb__link_post(tb__link *link, const tb__message *message, const int *fds, size_t nfds, int64_t deadline_ms,
                         uint64_t *seq);
-/* Waits for a reply. Returns the failure that it tells, too; *out is NULL if it has not come. */
+/* Waits for a reply. Returns the failure in it, too; *out is NULL if it has not come. */
 tb_status tb__link_await_reply(tb__link *link, uint64_t seq, int64_t deadline_ms, const char *what,
                                tb__link_reply **out);
-/* Posts a frame and waits for its reply, as long as the agent was given and a grace period; a failure in the reply is
- * returned. `out` may be NULL. */
+/* Posts a frame and waits for its reply, for the agent's timeout and a grace period; returns a failure in the reply.
+ * `out` may be NULL. */
 tb_status tb__link_call(tb__link *link, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
                         const char *what, tb__link_reply **out);
 

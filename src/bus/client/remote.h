@@ -1,9 +1,9 @@
-/* Worlds whose seat on the bus an agent has: what the files of tb__remote_ops share. remote_world.c has worlds and
- * pairs, remote_batch.c batches and the description of their tensors, remote_memory.c memory of devices,
- * remote_transfer.c transfers, remote_state.c what they tell.
+/* Worlds whose seat on the bus an agent has; shared by the files that implement tb__remote_ops: remote_world.c (worlds
+ * and pairs), remote_batch.c (batches and the description of their tensors), remote_memory.c (device memory),
+ * remote_transfer.c (transfers), remote_state.c (states from the agent).
  *
- * The link's lock guards everything; calls give it up while they wait. Devices are used under a lock of their own,
- * which may be taken with the link's held, but not the other way round. */
+ * The link's lock guards everything; calls release it while they wait. Devices have a separate lock, which may be taken
+ * with the link's held, but not the other way round. */
 #ifndef TB_BUS_CLIENT_REMOTE_H
 #define TB_BUS_CLIENT_REMOTE_H
 
@@ -80,7 +80,7 @@ typedef struct remote_box {
 
 typedef struct remote_tensor {
     remote_pair *pair;
-    TB_VEC(remote_box) boxes; /* what is copied of it */
+    TB_VEC(remote_box) boxes; /* the parts of it that are copied */
     const char *name;         /* NULL: only the pair was added */
     tb_tensor given;
     struct {
@@ -106,10 +106,10 @@ typedef struct remote_batch {
     bool agent_invalidated;  /* the agent has done so, too: transfers fail there, on all their ranks */
     uint64_t epoch;
     remote_transfer *transfers[2]; /* by direction: received, sent */
-    tb_batch_state last;           /* what was received, as the agent has told ... */
-    _Atomic uint32_t *mark;        /* ... and whether it may have written more since then; memory that it shares */
-    bool is_given_up;              /* it may still do a transfer of which this process does not wait for the end */
-    bool is_torn_here;             /* what was received could not be copied to the tensors */
+    tb_batch_state last;           /* of receives, as last sent by the agent ... */
+    _Atomic uint32_t *mark;        /* ... and whether the agent may have written more since then; shared memory */
+    bool is_given_up;              /* the agent may still run a transfer that this process did not wait for */
+    bool is_torn_here;             /* received data could not be copied to the tensors */
     LIST_ENTRY(remote_batch) link;
 } remote_batch;
 
@@ -141,16 +141,16 @@ struct remote_transfer {
     bool has_ended;
     tb_status status; /* of one that has ended */
     char why[TB__LINK_WHY];
-    tb_transfer_state state;   /* the last that was told */
+    tb_transfer_state state;   /* the last one from the agent */
     tb__arena arena;           /* of the parts */
     TB_VEC(remote_part) parts; /* the same */
-    bool has_news;             /* that no wait or query has seen */
+    bool has_news;             /* not seen by a wait or query yet */
     int fd;                    /* an eventfd that is readable then; -1: it was not asked for */
-    unsigned told; /* events that the agent has told, of a transfer that calls functions of the user first */
+    unsigned told; /* events sent by the agent, if functions of the user must be called before they are reported */
     bool is_told_end;
     bool has_progress, may_proceed, has_proceeded, is_committing;
     size_t ncalls;                                          /* functions of the user that are being called */
-    enum { NOT_DELIVERED, DELIVERING, DELIVERED } delivery; /* of what was received to memory that is copied here */
+    enum { NOT_DELIVERED, DELIVERING, DELIVERED } delivery; /* of received data to memory that is copied here */
     tb_status delivered;
     char delivery_why[TB__LINK_WHY];
     uint64_t ngroups; /* groups of tensors that were delivered before */
@@ -188,11 +188,11 @@ tb_status tb__remote_describe_device(remote_batch *batch, remote_frame *frame, t
                                      size_t *copy);
 /* TB_INVALID, naming a tensor, if memory that the agent maps was remapped: the agent would go on with the old one. */
 tb_status tb__remote_check_memories(const remote_batch *batch);
-/* What the message says of device memory that the frame's tensors are in: payloads, to be freed by the caller with
- * their entries. Adds the descriptors to the frame. */
+/* The message's description of the device memory that the frame's tensors are in: payloads, to be freed by the caller
+ * with their entries. Adds the descriptors to the frame. */
 tb_status tb__remote_share_memories(const remote_batch *batch, remote_frame *frame, tb__entries *out);
-/* Copies what is not mapped: before a transfer; or after it, what came through a pair, of groups of tensors from
- * `first` to before `last`. */
+/* Copies memory that is not mapped: before a transfer; or after it, data received through a pair, of groups of tensors
+ * from `first` to before `last`. */
 tb_status tb__remote_copy_out(const remote_batch *batch, int64_t deadline_ms);
 tb_status tb__remote_copy_back(const remote_batch *batch, const remote_pair *pair, uint64_t first, uint64_t last,
                                int64_t deadline_ms);
@@ -202,25 +202,25 @@ void tb__remote_close_devices(remote_world *world);
 
 /* remote_state.c: with the lock held. */
 void tb__remote_on_event(void *world, const tb__message *event);
-/* Reads what a message says of the transfer. */
+/* Reads the transfer's states from a message. */
 void tb__remote_read_states(remote_transfer *transfer, const tb__entries *states);
-/* Asks the agent; the reply is the caller's. */
+/* Asks the agent; the caller frees the reply. */
 tb_status tb__remote_query(remote_batch *batch, tb__state_name what, tb__asked_direction direction,
                            tb__link_reply **out);
-/* The agent is gone: what was under way has ended. */
+/* The agent is gone: transfers under way have ended. */
 void tb__remote_note_loss(remote_world *world);
 /* Calls functions of the user that are due. For the thread that reads. */
 void tb__remote_call_user(remote_world *world);
 void tb__remote_clear_news(remote_transfer *transfer);
 
 /* remote_transfer.c */
-/* Copies what was received to memory that is copied here, once. Returns its failure. */
+/* Copies received data to memory that is copied here, once. Returns its failure. */
 tb_status tb__remote_deliver(remote_transfer *transfer);
 
 /* remote_batch.c */
 /* Marks batches with tensors in these bytes. Returns whether the agent may use any of the bytes. */
 bool tb__remote_mark_invalidated(remote_world *world, uintptr_t first, uintptr_t last);
-/* When the agent has done the same. */
+/* Called when the agent has done the same. */
 void tb__remote_note_invalidated(remote_world *world);
 /* Fails with the name of the tensor. */
 tb_status tb__remote_fail_invalidated(const remote_batch *batch);

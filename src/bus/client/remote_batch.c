@@ -63,7 +63,7 @@ static tb_status add_box(const description *d, const tb_binding *binding, size_t
     return tb__vec_push(&d->mine->boxes, box) ? TB_OK : TB_NO_MEMORY;
 }
 
-/* What is received is written back, and nothing else: the view's elements, and its padding. */
+/* Only received elements are written back: the view's elements, and its padding. */
 static tb_status add_viewed_boxes(const description *d, const tb_binding *storage, size_t copy) {
     const tb__tensor_payload *p = d->payload;
     const tb_layout *layout = p->layout ? p->layout : d->pair;
@@ -102,7 +102,7 @@ static tb_status describe_plain(const description *d) {
     return copy == SIZE_MAX ? TB_OK : add_viewed_boxes(d, &binding, copy);
 }
 
-/* All of its bytes, which are side by side. */
+/* Describes contiguous bytes. */
 static tb_status describe_bytes(const description *d, void *at, size_t nbytes, tb__payload_memory *out) {
     tb_shape shape = {.ndim = 1, .dim = {(int64_t)nbytes}};
     tb_binding binding;
@@ -145,7 +145,7 @@ static tb_status describe_tensor(remote_batch *b, remote_tensor *mine, remote_fr
     if (t->layout)
         TB_TRY(tb_layout_parse(t->layout, &p->layout));
     if (tb_layout_index_of(p->layout ? p->layout : pair, mine->pair->index) < 0)
-        return TB_OK; /* it has no part of it, of a scalar either */
+        return TB_OK; /* it has no part of it, also not of a scalar */
     TB_TRY(tb_layout_local(p->layout ? p->layout : pair, &p->shape, mine->pair->index, &local));
     description d = {
         .batch = b, .frame = frame, .mine = mine, .tensor = t, .pair = pair, .local = local.shape, .payload = p};
@@ -159,7 +159,7 @@ static void free_tensor(remote_tensor *t) {
     tb__remote_pair_unref(t->pair);
 }
 
-/* Copies what the tensor's description points to. */
+/* Copies the arrays and strings that the tensor's description points to. */
 static tb_status keep_given(remote_batch *b, remote_tensor *mine, const tb_tensor *t, const char *name) {
     const char **texts[] = {&mine->given.layout,      &mine->given.view,   &mine->given.encode,
                             &mine->given.scale_group, &mine->given.memory, &mine->name};
@@ -269,7 +269,7 @@ static tb_status fill_frame(remote_batch *b, remote_frame *f, tb__entry *entries
         entries[i] = (tb__entry){t->pair->name, {NULL, f->payloads.count - start}};
         sides[i] = t->pair->group;
     }
-    for (size_t i = 0; i < n; at += entries[i++].payload.nbytes) /* which do not move any more */
+    for (size_t i = 0; i < n; at += entries[i++].payload.nbytes) /* they do not move any more */
         entries[i].payload.data = entries[i].payload.nbytes ? f->payloads.item + at : NULL;
     return TB_OK;
 }
@@ -431,7 +431,7 @@ tb_status tb__remote_batch_rebind(tb_batch *batch, const tb_rebinding *tensors, 
                           tensors[0].name, ((remote_batch *)batch)->name);
 }
 
-/* What this process copies, of which the agent knows only the copies. */
+/* Lists the tensors that this process copies; the agent knows only the copies. */
 static void add_copied(tb__text *text, const remote_batch *b, bool is_send) {
     for (size_t i = 0; i < b->nregistered; i++) {
         const remote_tensor *t = &b->tensors.item[i];
@@ -512,8 +512,8 @@ tb_status tb__remote_fail_invalidated(const remote_batch *b) {
                     b->invalidated, (int)b->world->link->rank, b->name);
 }
 
-/* Makes the agent end the batch, if it has it. The tensors stay its own until it has answered, or has ended: a stopped
- * agent may go on, and write. */
+/* Makes the agent end the batch, if it has it. The tensors are in use until it has answered, or has ended: a stopped
+ * agent may continue, and write. */
 static void end_batch(remote_batch *b) {
     tb__link *l = b->world->link;
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name};
@@ -528,8 +528,8 @@ static void end_batch(remote_batch *b) {
     tb__link_reply_free(reply);
 }
 
-/* The agent forgets a batch that it had nothing of before; else it goes on until the deadline, and this process can't
- * tell what it has. Keeps the sentence. */
+/* The agent drops a batch of which it had no pair before; otherwise its registration continues until the deadline, and
+ * its outcome is unknown here. Keeps the error message. */
 static void give_up_registration(remote_batch *b) {
     tb__saved_detail why = tb__save_detail();
     if (!b->is_registered)
@@ -589,7 +589,7 @@ void tb__remote_batch_destroy(tb_batch *batch) {
     tb__remote_batch_unref((remote_batch *)batch);
 }
 
-/* The options' lists are the caller's. */
+/* Copies the options' lists. */
 static tb_status keep_opts(remote_batch *b) {
     tb_batch_opts *o = &b->opts;
     tb_tie *ties = tb__arena_alloc(&b->arena, o->nties, sizeof *ties);

@@ -1,6 +1,6 @@
-/* Device memory of tensors that an agent moves. The agent maps what can be shared. Everything else is copied here, in
- * the program's own process, through memory of tb_alloc: the agent may use no such device, or the memory may not be
- * made to be shared. */
+/* Device memory of tensors that an agent moves. The agent maps memory that can be shared. All other memory is copied
+ * here, in the program's own process, through memory of tb_alloc: the agent may not use such a device, or the memory
+ * may not be shareable. */
 #include "bus/client/remote.h"
 
 #include "device/host/memory.h"
@@ -47,7 +47,7 @@ tb_status tb__remote_find_device(remote_world *w, const void *at, size_t nbytes,
         bool is_whole = d->ops->find(d, at, nbytes, memory);
         if (!is_whole && !d->ops->find(d, at, 1, memory))
             continue;
-        memory->is_shareable &= is_whole; /* else it is several memories side by side */
+        memory->is_shareable &= is_whole; /* else it consists of several memories */
         *device = d;
         return is_whole ? TB_OK : tb__device_check_extent(d, at, nbytes);
     }
@@ -92,7 +92,7 @@ static tb_status describe_shared(remote_batch *b, remote_frame *f, tb__device *d
     return i < f->memories.count || tb__vec_push(&f->memories, memory) ? TB_OK : TB_NO_MEMORY;
 }
 
-/* NULL: none is in it any more. */
+/* A tensor in the memory; NULL: none any more. */
 static const char *name_tensor_in(const remote_batch *b, const tb__memory *m) {
     uintptr_t first = (uintptr_t)m->base, last = first + m->nbytes;
     for (size_t i = 0; i < b->nregistered; i++) {
@@ -241,7 +241,7 @@ typedef struct boxes {
     bool is_back;
 } boxes;
 
-/* Those of all tensors on one device. */
+/* Lists the boxes of all tensors on one device. */
 static tb_status list_boxes(const remote_batch *b, const tb__device *device, const boxes *of, tb__move_list *out) {
     for (size_t i = 0; i < b->nregistered; i++) {
         const remote_tensor *t = &b->tensors.item[i];
@@ -256,7 +256,7 @@ static tb_status list_boxes(const remote_batch *b, const tb__device *device, con
     return TB_OK;
 }
 
-/* A job that the device does not finish is left to it. */
+/* A job that the device does not finish is not freed. */
 static tb_status run_moves(tb__device *device, const tb__move_list *list, int64_t deadline_ms) {
     tb__job *job;
     tb__fence *fence = tb__calloc(1, sizeof *fence);

@@ -1,5 +1,5 @@
-/* What an agent tells of the transfers of this process: Events, and answers to questions. Events are recorded whenever
- * they arrive, whatever the thread that reads is waiting for. */
+/* States of this process's transfers, as the agent reports them: Events, and answers to queries. Events are recorded
+ * whenever they arrive, whatever the reading thread waits for. */
 #include "bus/client/remote.h"
 
 #include "base/descriptors.h"
@@ -36,10 +36,10 @@ void tb__remote_read_states(remote_transfer *t, const tb__entries *states) {
     for (size_t i = 0; i < states->count; i++) {
         tb__state_payload p = {0};
         if (tb__map_decode(&tb__state_schema, states->item[i].payload, &scratch, &p) != TB_OK)
-            continue; /* without memory, what was known before stays */
+            continue; /* if memory is short, the previous state stays */
         if (!*states->item[i].pair_name) {
             t->state = p.state;
-            if (states->count > 1) /* progress does not tell it */
+            if (states->count > 1) /* Events of progress do not have it */
                 t->batch->last = (tb_batch_state){
                     .version = p.received, .is_torn = p.is_torn, .is_mixed = p.is_mixed, .is_in_doubt = p.is_in_doubt};
             continue;
@@ -74,7 +74,7 @@ static bool calls_user(const remote_transfer *t) {
     return t->opts.progress || t->opts.committing;
 }
 
-/* The agent has told what the tensors have. If it does nothing with them any more, the mark is about what follows. */
+/* The agent has reported the tensors' version. If it does not use them any more, the mark is for later transfers. */
 static void clear_mark(remote_batch *b) {
     for (int i = 0; i < 2; i++) {
         if (b->transfers[i] && !b->transfers[i]->has_ended && !b->transfers[i]->is_told_end)
@@ -151,7 +151,7 @@ static void let_proceed(remote_transfer *t) {
         tb__link_drop_reply(t->batch->world->link, seq);
 }
 
-/* A receive that the agent did not hold any longer, at its deadline, has changed the tensors already. */
+/* A receive that the agent released by itself, at its deadline, has changed the tensors already. */
 static void call_at_end(remote_transfer *t) {
     if (t->opts.committing && t->told & TB_DECIDED && !t->has_proceeded && t->status == TB_OK)
         call_committing(t, false);
@@ -208,7 +208,7 @@ tb_status tb__remote_query(remote_batch *b, tb__state_name what, tb__asked_direc
     return status;
 }
 
-/* Of an agent that is gone the last that is known. */
+/* If the agent is gone, the last known state. */
 tb_status tb__remote_batch_query(tb_batch *batch, tb_batch_state *out) {
     remote_batch *b = (remote_batch *)batch;
     tb__link_reply *reply = NULL;

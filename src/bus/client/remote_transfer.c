@@ -6,8 +6,8 @@
 
 enum { GRACE_MS = 11000 }; /* the agent asks the store for the outcome of a shadowed receive, and then answers */
 
-/* Device memory is the agent's from the call on: so the work on the stream is waited for, and copies are made, before.
- * Also to receive: what does not arrive stays as it is. */
+/* The agent uses device memory from the call on, so this waits for the work on the stream, and copies, before. Also to
+ * receive: elements that do not arrive stay as they are. */
 static tb_status prepare_memory(remote_batch *b, bool is_send, const tb_transfer_opts *o, int64_t deadline_ms) {
     remote_world *w = b->world;
     const remote_transfer *other = b->copies.count > 0 ? b->transfers[!is_send] : NULL;
@@ -17,7 +17,7 @@ static tb_status prepare_memory(remote_batch *b, bool is_send, const tb_transfer
                         b->name, is_send ? "received" : "sent");
     if (!b->invalidated)
         TB_TRY(tb__remote_check_memories(b));
-    if ((b->copies.count == 0 && !o->stream) || b->agent_invalidated) /* then the agent says so */
+    if ((b->copies.count == 0 && !o->stream) || b->agent_invalidated) /* the agent reports that */
         return TB_OK;
     if (b->invalidated)
         return tb__remote_fail_invalidated(b);
@@ -100,7 +100,7 @@ static tb_status check_begin(const remote_batch *b, bool is_send, const tb_trans
     return TB_OK;
 }
 
-/* The agent is silent. It may begin yet: the batch has the tensors until it is destroyed. */
+/* The agent does not answer. It may begin yet: the batch keeps the tensors until it is destroyed. */
 static void give_up_begun(const remote_transfer *t) {
     tb__message m = {.kind = TB__CANCEL, .batch_id = t->batch->name, .direction = t->is_send ? TB__SEND : TB__RECV};
     tb__saved_detail why = tb__save_detail();
@@ -193,7 +193,7 @@ static bool has_event(void *arg) {
     return w->t->events & w->event || w->t->has_ended;
 }
 
-/* With a window, groups of tensors come when earlier ones are taken: who waits for the whole takes all. */
+/* With a window, groups of tensors arrive when earlier ones are taken: waiting for the whole transfer takes all. */
 static void take_groups(remote_transfer *t) {
     tb__message m = {.kind = TB__AWAIT_TENSORS, .batch_id = t->batch->name};
     uint64_t seq;
@@ -242,7 +242,7 @@ tb_status tb__remote_stream_wait(tb_transfer *transfer, tb_event event, const vo
     return tb_wait(transfer, event, -1);
 }
 
-/* What the agent has copied is here; what is copied here is so now. */
+/* Tensors that the agent has written are here; tensors that are copied here are copied now. */
 static tb_status deliver_groups(remote_transfer *t, uint32_t group) {
     remote_batch *b = t->batch;
     tb_status status = TB_OK;
@@ -271,7 +271,7 @@ tb_status tb__remote_wait_group(tb_transfer *transfer, uint32_t group, int timeo
             return deliver_groups(t, group);
         if (status == TB_TIMEOUT && !t->has_ended)
             return status;
-        if (status == TB_INVALID) /* it has ended, which its last Event tells */
+        if (status == TB_INVALID) /* it has ended; the last Event has the result */
             return wait_for_event(t, TB_COMMITTED, -1, "all of the group");
     }
     if (w->link->is_over)
@@ -290,7 +290,7 @@ tb_status tb__remote_proceed(tb_transfer *transfer) {
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
     t->may_proceed = true;
-    if (t->opts.committing) /* the thread that reads calls it, and lets the agent go on */
+    if (t->opts.committing) /* the reading thread calls it, and lets the agent go on */
         tb__link_wake(l);
     else if (!t->has_ended)
         status = tb__link_call(l, &m, NULL, 0, 0, "let the transfer proceed", NULL);
@@ -299,7 +299,7 @@ tb_status tb__remote_proceed(tb_transfer *transfer) {
     return status;
 }
 
-/* The tensors stay the agent's until it has told the end, or has ended itself. */
+/* The tensors are in use until the agent has reported the end, or has ended itself. */
 static void cancel_and_wait(remote_transfer *t) {
     remote_world *w = t->batch->world;
     tb__message m = {.kind = TB__CANCEL, .batch_id = t->batch->name, .direction = t->is_send ? TB__SEND : TB__RECV};
@@ -328,7 +328,7 @@ void tb__remote_transfer_destroy(tb_transfer *transfer) {
         cancel_and_wait(t);
         while (t->ncalls > 0)
             tb__link_sleep(w->link);
-        (void)tb__remote_deliver(t); /* of one that has succeeded, and was not waited for */
+        (void)tb__remote_deliver(t); /* if it has succeeded and was not waited for */
         LIST_REMOVE(t, link);
         b->transfers[t->is_send] = NULL;
         tb__link_unlock(w->link);

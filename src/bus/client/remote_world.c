@@ -67,7 +67,7 @@ void tb__remote_world_destroy(tb_world *world) {
     tb__remote_unref((remote_world *)world);
 }
 
-/* Without a group, or without a size, the seat is whichever the agent has. */
+/* Without a group, or without a size, any seat of the agent's will do. */
 static tb_status check_seat(const tb__link *l, const char *group, int32_t index, int32_t size) {
     bool is_same_group = !group || !*group || strcmp(group, l->group) == 0;
     bool is_same_seat = size == 0 || (size == l->size && (index == TB_NO_RANK || index == l->index));
@@ -205,7 +205,7 @@ tb_status tb__remote_world_progress(tb_world *world) {
     return TB_OK;
 }
 
-/* What the agent uses it invalidates; what this process copies must not be under way. */
+/* The agent invalidates memory that it uses; memory that is copied here must not be in use. */
 tb_status tb__remote_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
     remote_world *w = (remote_world *)world;
     uintptr_t first = (uintptr_t)base, last;
@@ -223,7 +223,7 @@ tb_status tb__remote_world_invalidate(tb_world *world, const void *base, size_t 
             status = tb__fail(TB_TIMEOUT, "%zu bytes at %p may still be in use by the agent at %s", nbytes, base,
                               w->link->path);
         if (status == TB_LOST)
-            status = TB_OK; /* it uses nothing any more */
+            status = TB_OK; /* it does not use the memory any more */
     }
     tb__link_unlock(w->link);
     if (status != TB_OK)
@@ -267,7 +267,7 @@ static tb_status encode_layout(const tb_layout *layout, tb__bytes *mesh, tb__byt
     return tb__placements_encode(layout, placements);
 }
 
-/* A pair that is not waited for has no deadline: the batch that has it does. */
+/* A pair made with no_wait has no deadline; the batch that uses it has one. */
 static tb_status init_pair(remote_pair *p, int timeout_ms, bool no_wait) {
     remote_world *w = p->world;
     tb__bytes mesh = {0}, placements = {0};
@@ -331,7 +331,7 @@ tb_status tb__remote_begin_cancellable(remote_world *w, const atomic_bool *cance
     return TB_OK;
 }
 
-/* Keeps the sentence of a failure before. */
+/* Keeps the error message of an earlier failure. */
 static void clean_up_pair(const remote_pair *p) {
     tb__message m = {.kind = TB__CLEANUP_PAIR, .pair_name = p->name, .local_name = p->group};
     tb__saved_detail why = tb__save_detail();
@@ -370,7 +370,7 @@ tb_status tb__remote_pair_create(tb_world *world, const char *name, const char *
     return TB_OK;
 }
 
-/* The agent names who is missing when a request for the pair comes to its deadline. */
+/* The agent names the missing ranks when a request for the pair reaches its deadline. */
 static tb_status init_named(remote_pair *p) {
     uint64_t seq = p->seq;
     tb_status status = init_pair(p, 1, false);
@@ -384,7 +384,7 @@ tb_status tb__remote_await_pair(remote_pair *p, int64_t deadline_ms) {
     if (!p->is_awaited)
         return TB_OK;
     tb_status status = tb__link_await_reply(p->world->link, p->seq, deadline_ms, "made the pair", &reply);
-    if (!reply && status == TB_TIMEOUT) /* which the first request outlives */
+    if (!reply && status == TB_TIMEOUT) /* the first request goes on */
         return init_named(p);
     p->is_awaited = !reply;
     tb__link_reply_free(reply);

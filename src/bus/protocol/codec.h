@@ -1,10 +1,10 @@
 /* Maps with named fields, described by tables: one encoder and one decoder for all messages and payloads.
  *
- * A schema lists a map's fields in the order in which they are written, and where each is in a C struct. Fields that
- * are required are always written; those that may be nil are written as nil; options are left out when they have their
- * default, which is zero, NULL, false or "not set". Decoders take keys in any order and pass over keys that they do not
- * know; what may be nil may also be absent. They refuse a field that comes twice, is required and missing, or has the
- * wrong type, and name the map and the field. */
+ * A schema lists a map's fields in the order in which they are written, and the place of each in a C struct. Required
+ * fields are always written; those that may be nil are written as nil; options are left out when they have their
+ * default, which is zero, NULL, false or "not set". Decoders accept keys in any order and skip unknown keys; fields
+ * that may be nil may also be absent. They refuse a field that comes twice, is required and missing, or has the wrong
+ * type, and name the map and the field. */
 #ifndef TB_BUS_PROTOCOL_CODEC_H
 #define TB_BUS_PROTOCOL_CODEC_H
 
@@ -69,7 +69,7 @@ typedef struct tb__texts {
 typedef struct tb__outcome {
     const char *pair_name;
     tb_status status;
-    const char *message; /* "" where the status is 0 */
+    const char *message; /* "" if the status is 0 */
     uint64_t version;    /* the last that was completed; 0: none */
     bool is_torn;
 } tb__outcome;
@@ -155,7 +155,7 @@ typedef struct tb__schema {
 /* For a msgpack_packer that appends to a tb__bytes. */
 int tb__append_packed(void *out, const char *bytes, size_t nbytes);
 
-/* Appends the map. On failure nothing is appended; the sentence names the field. */
+/* Appends the map. On failure nothing is appended; the error message names the field. */
 tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out);
 
 /* Reads a map, which is all of the bytes, into the struct: its own fields are set, the others left alone. Text and

@@ -206,7 +206,7 @@ static tb_status take_value(reader *r, tb__field_type type, void *at) {
     }
 }
 
-/* How many items it claims was compared with the bytes that are there. */
+/* The number of items was compared with the available bytes. */
 static tb_status take_list(reader *r, const tb__list *list, void *out) {
     struct {
         size_t count;

@@ -13,7 +13,7 @@ typedef struct writer {
     const tb__field *field;
 } writer;
 
-/* The packer's own errors are of no interest: it fails where this does, and then the sentence is set. */
+/* Ignores the packer's own errors: it fails only if this function fails, which sets the error message. */
 int tb__append_packed(void *out, const char *bytes, size_t nbytes) {
     tb__bytes *to = out;
     if (!tb__vec_reserve(to, nbytes))
@@ -111,7 +111,7 @@ static tb_status put_text(writer *w, const char *text) {
     return put_str(w, text, nbytes);
 }
 
-/* Sentences quote what others wrote, so they may be anything, and must get through all the same. */
+/* Error messages quote text of others, which may be anything: it is made valid UTF-8. */
 static tb_status put_sentence(writer *w, const char *text) {
     if (!text)
         return tb__fail(TB_INVALID, "%s: %s is not set", w->map, w->field->name);

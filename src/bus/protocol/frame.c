@@ -1,4 +1,4 @@
-/* Frames out of a stream: bytes gather in a buffer, which grows as they arrive. */
+/* Splits a stream into frames: bytes are collected in a buffer, which grows as they arrive. */
 #include "bus/protocol/protocol.h"
 
 #include <string.h>
@@ -9,7 +9,7 @@ static size_t length_at(const uint8_t *p) {
     return (size_t)p[0] | (size_t)p[1] << 8 | (size_t)p[2] << 16 | (size_t)p[3] << 24;
 }
 
-/* Moves what has not been taken to the front; a buffer that one large frame made large is given back. */
+/* Moves unread bytes to the front, and frees a buffer that a large frame has enlarged. */
 static void forget_taken(tb__frame_reader *reader) {
     tb__bytes *bytes = &reader->bytes;
     bytes->count -= reader->taken;

@@ -1,4 +1,4 @@
-/* The messages, each a table of its fields, and which table a map belongs to. */
+/* The messages: a table of fields for each, and the table that a map belongs to. */
 #include "bus/protocol/protocol.h"
 
 #include "base/text.h"
@@ -309,7 +309,7 @@ static tb_status decode_by_kind(tb__blob map, tb__arena *arena, tb__message *out
     return TB_OK;
 }
 
-/* NULL if there is none that could be the name of one. */
+/* The semaphore's name; NULL if there is no valid one. */
 static const char *find_semaphore(tb__blob map, tb__arena *arena) {
     tb__value name;
     if (!tb__map_find(map, "semaphore_name", &name) || name.type != TB__VALUE_STR || name.bytes.nbytes > TB__MAX_TEXT)

@@ -36,18 +36,18 @@ typedef enum tb__memory_kind {
     TB__MEMORY_DEVICE,  /* in device memory that came with the frame */
 } tb__memory_kind;
 
-/* Where a tensor's bytes are. `offset + nbytes` and `address + nbytes` do not overflow; the agent checks that they lie
- * in the file or in the client's maps. */
+/* The place of a tensor's bytes. `offset + nbytes` and `address + nbytes` do not overflow; the agent checks that they
+ * lie in the file or in the client's maps. */
 typedef struct tb__payload_memory {
     tb__memory_kind kind;
     uint32_t fd;      /* index among the descriptors of the frame, or among its device memories */
     uint64_t offset;  /* in the file, or in the device memory */
     uint64_t address; /* the client's; 0: unknown, of clients of version 1, in a file or in device memory */
     uint64_t nbytes;
-    const char *copied_from; /* the device whose memory the client copies from and to here; NULL: none */
+    const char *copied_from; /* the device whose memory the client copies from and to this place; NULL: none */
 } tb__payload_memory;
 
-/* Memory of a device of the client, by which the agent can map it. */
+/* Device memory of the client, with the data that the agent needs to map it. */
 typedef struct tb__device_memory {
     uint64_t id;       /* the client's number of it: the same memory has the same */
     uint64_t fd, nfds; /* its descriptors among those of the frame */
@@ -72,7 +72,7 @@ typedef struct tb__tensor_payload {
     tb__payload_memory scale;  /* one float; NONE: likewise */
 } tb__tensor_payload;
 
-/* How a transfer goes, or went, through one pair or all of them. */
+/* The state of a transfer, of one pair or all of them. */
 typedef struct tb__state_payload {
     tb_transfer_state state;
     const char *message;    /* "" unless it failed */
@@ -82,7 +82,7 @@ typedef struct tb__state_payload {
     bool is_in_doubt;       /* of all pairs together: a receive has ended with TB_IN_DOUBT */
 } tb__state_payload;
 
-/* Appends the payload. What the layout's mesh shares with the pair's is left out; `pair` may be NULL. */
+/* Appends the payload. Omits fields of the layout's mesh that equal the pair's; `pair` may be NULL. */
 tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *pair, tb__bytes *out);
 
 /* Text is the arena's. The layout is the caller's, to be destroyed. */

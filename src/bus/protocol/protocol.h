@@ -1,5 +1,5 @@
-/* The bus protocol: what a client and its agent say to each other over a socket. Pure functions: bytes in, messages
- * out, and back. docs/protocol.md has every frame with its bytes.
+/* The bus protocol: the messages between a client and its agent, over a socket. Pure functions: bytes in, messages out,
+ * and back. docs/protocol.md has every frame with its bytes.
  *
  * A frame is a length (4 bytes, little endian) and a MessagePack map of so many bytes. The client's first frame is a
  * Hello; then come commands. Each frame of a client is answered by a Reply whose `seq` counts the client's frames: 0 is
@@ -8,8 +8,8 @@
  *
  * message.c has one table for each message, and nothing else knows the names of fields. To add an option to a command:
  * a member in tb__message, whose zero is the default, and a line at the end of the command's table. Agents that do not
- * know it pass over it, so an option whose loss would be a fault needs a new version. The messages that only version 2
- * has are those from TB__ENTER on. */
+ * know it skip it, so an option that must not be skipped needs a new version. The messages that only version 2 has are
+ * those from TB__ENTER on. */
 #ifndef TB_BUS_PROTOCOL_PROTOCOL_H
 #define TB_BUS_PROTOCOL_PROTOCOL_H
 
@@ -81,7 +81,7 @@ typedef struct tb__message {
     /* every command */
     tb__maybe_float timestamp;  /* seconds; the client's own */
     const char *semaphore_name; /* NULL: none */
-    uint64_t timeout_ms;        /* of those that wait; 0: the agent's, which the Reply to a Hello tells */
+    uint64_t timeout_ms;        /* of commands that wait; 0: the agent's, which is in the Reply to a Hello */
 
     /* InitPair; the pair's name in a CleanupBatch, too, NULL: the whole batch */
     const char *pair_name, *local_name, *remote_name;
@@ -114,11 +114,11 @@ typedef struct tb__message {
     bool skip_lost;
     bool whole_group;
     bool progress;          /* Events tell of that, too */
-    const char *group_name; /* a group of ranks: as which the process acts, NULL: that is clear; Enter, AwaitMembers */
+    const char *group_name; /* group of ranks: that the process acts for, NULL: the only one; Enter, AwaitMembers */
 
     /* QueryStatus */
     tb__state_name state_name;
-    tb__asked_direction asked; /* key `transfer_type`: `states` tells of that transfer */
+    tb__asked_direction asked; /* key `transfer_type`: the transfer in `states` */
     uint64_t question; /* the transfer_signal is the group's answer to it; 0: this rank's own. Also in the Reply */
 
     /* Inspect */
@@ -167,10 +167,10 @@ typedef struct tb__message {
 tb_status tb__message_encode(const tb__message *message, tb__bytes *out);
 
 /* Reads the map of one frame, all of which must be used. Text and arrays are the arena's, bytes point into the frame.
- * On failure only `kind` counts, which is the message's if it could be told, else TB__MESSAGE_KINDS, and
- * `semaphore_name`, which is the map's if it has one: somebody waits for it.
+ * On failure only two members are valid: `kind`, TB__MESSAGE_KINDS if it is unknown, and `semaphore_name`, if the map
+ * has one, because the client waits for it.
  *
- * Of a Hello of another version only `protocol` is read: what else it has is that version's business. */
+ * Of a Hello of another version only `protocol` is read: that version defines the rest. */
 tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out);
 
 /* Whether the Hello is of a version that agents speak; TB_REFUSED, with both numbers, if not. */
@@ -196,7 +196,7 @@ tb_status tb__frame_add(tb__frame_reader *reader, const void *data, size_t nbyte
  * a failure the stream can't be trusted any more. */
 tb_status tb__frame_next(tb__frame_reader *reader, tb__blob *map, bool *has_frame);
 
-/* Whether the stream may end here: no part of a frame is left over. */
+/* Whether the stream may end here: there is no incomplete frame. */
 bool tb__frame_is_between(const tb__frame_reader *reader);
 
 void tb__frame_reader_fini(tb__frame_reader *reader);

@@ -90,7 +90,7 @@ const tb__schema tb__device_memory_schema = TB__SCHEMA("device memory", device_m
 const tb__schema tb__tensor_schema = TB__SCHEMA("tensor", tensor_fields, wire_tensor);
 const tb__schema tb__state_schema = TB__SCHEMA("state", state_fields, tb__state_payload);
 
-/* Parts of a tensor, one after the other in one buffer: it moves while it grows, so they are known by their ends. */
+/* Parts of a tensor, contiguous in one buffer: it moves while it grows, so their ends are recorded. */
 enum { MESH, PLACEMENTS, MEM, SCALES, SCALE, NPARTS };
 
 static tb_status encode_memory(const tb__payload_memory *memory, tb__bytes *out) {
@@ -219,7 +219,7 @@ static tb_status decode_all_memory(const wire_tensor *wire, tb__arena *arena, tb
     return decode_memory(wire->scale_mem, scale, "scale_mem", arena, &out->scale);
 }
 
-/* Last, since the layout is the only thing that would have to be given back. */
+/* Last, since the layout is the only thing that would have to be freed. */
 static tb_status decode_layout(const wire_tensor *wire, const tb_layout *pair, tb__tensor_payload *out) {
     if (wire->mesh.nbytes > 0 && wire->placements.nbytes == 0)
         return tb__fail(TB_INVALID, "it has a mesh and no placements");

@@ -1,4 +1,4 @@
-/* URLs, and connecting to what they name. */
+/* URLs, and connecting to their addresses. */
 #include "bus/store/address.h"
 
 #include "base/descriptors.h"
@@ -131,7 +131,7 @@ tb_status tb__host_port_parse(const char *text, tb__address *out) {
     TB_TRY(parse_port(colon + 1, out));
     if ((size_t)(end - host) >= sizeof out->host)
         return tb__fail(TB_TOO_BIG, "the host's name is too long");
-    /* Without a host: this one, reachable from nowhere else. */
+    /* Without a host: this one, not reachable from others. */
     if (end == host)
         snprintf(out->host, sizeof out->host, "127.0.0.1");
     else
@@ -225,8 +225,7 @@ static int connect_tcp(int fd, const struct addrinfo *name, int64_t deadline_ms)
 
 void tb__set_tcp_options(int fd) {
     int on = 1, idle_s = 10, interval_s = 5, count = 3;
-    /* Where it is set it also takes the place of the count: so it ends between the last probe and the end of the wait
-     * for its answer. */
+    /* If set, it also replaces the count: so it ends between the last probe and the end of the wait for its answer. */
     unsigned unanswered_ms = (unsigned)(idle_s + count * interval_s) * 1000 - 1000;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);

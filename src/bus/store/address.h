@@ -1,4 +1,4 @@
-/* Where a store is: its URL taken apart, connecting to it, listening at it. */
+/* A store's address: its parsed URL, connecting to it, listening at it. */
 #ifndef TB_BUS_STORE_ADDRESS_H
 #define TB_BUS_STORE_ADDRESS_H
 
@@ -22,7 +22,7 @@ typedef struct tb__store_url {
 
 tb_status tb__store_url_split(const char *url, tb__store_url *out);
 
-/* Whether only processes of this host can get there: a Unix socket, or loopback. */
+/* Whether only processes of this host can connect: a Unix socket, or loopback. */
 bool tb__store_url_is_local(const char *url);
 
 typedef struct tb__address {
@@ -35,11 +35,11 @@ typedef struct tb__address {
 
 tb_status tb__address_parse(const char *base_url, tb__address *out);
 
-/* Reads "host:port" or "[IPv6 address]:port" into the two fields; the sentence of a failure does not name the URL. */
+/* Reads "host:port" or "[IPv6 address]:port" into the two fields; the error message does not name the URL. */
 tb_status tb__host_port_parse(const char *text, tb__address *out);
 
-/* A connected socket, non-blocking, to be closed with tb__fd_close. TB_TIMEOUT if the other side is silent. `error` is
- * always written: the errno of connect or socket; 0 if neither failed. */
+/* A connected socket, non-blocking, to be closed with tb__fd_close. TB_TIMEOUT if the other side does not answer.
+ * `error` is always written: the errno of connect or socket; 0 if neither failed. */
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error);
 
 /* Of a Unix socket: TB_DENIED if another user's process serves it. */
@@ -70,8 +70,8 @@ typedef struct tb__listener {
     ino_t inode;
 } tb__listener;
 
-/* TB_CONFLICT if another process serves there; TB_REFUSED if the address is not this machine's, a name that other
- * machines would use resolves to loopback here, or it `is_local` and others can connect there. */
+/* TB_CONFLICT if another process serves there; TB_REFUSED if the address is not this machine's, if a name for other
+ * machines resolves to loopback here, or if the listener must be local and others could connect. */
 tb_status tb__listener_open(const tb__address *address, bool is_local, tb__listener *out);
 
 /* Also removes the files, unless this is a forked child. */

@@ -17,7 +17,7 @@ static bool control_epoll(const tb__endpoint *e, int op, int fd, uint32_t events
     return epoll_ctl(e->epoll.fd, op, fd, &event) == 0;
 }
 
-/* The descriptor that a call has returned, or why it has not. */
+/* Takes the descriptor of a call, or fails with its error. */
 static tb_status own_fd(const tb__endpoint *e, int fd, const char *what, tb__owned_fd *out) {
     if (fd < 0)
         return tb__fail(TB_IO, "%s: %s: %s", e->listener.address.url, what, tb__errno_text(errno));

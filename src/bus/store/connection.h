@@ -1,5 +1,5 @@
 /* The sockets of a server, which is a store's or an agent: one epoll set with a listener, a descriptor that wakes its
- * thread, and connections of clients. Connections gather the frames that arrive, and queue what is to be sent.
+ * thread, and connections of clients. Connections collect arriving frames, and queue outgoing bytes.
  *
  * All of it belongs to one thread, except tb__endpoint_wake. */
 #ifndef TB_BUS_STORE_CONNECTION_H
@@ -31,8 +31,8 @@ struct tb__endpoint {
     int64_t full_until_ms; /* ... until then, at the latest */
     int64_t full_since_ms; /* since when accept has failed; 0: the last one succeeded */
     int64_t warn_again_ms; /* when that may be logged again */
-    /* A client has connected. Takes over the descriptor. `status`, with tb_error_detail: why the client is to be
-     * refused; TB_OK: it is not. */
+    /* A client has connected. Takes ownership of the descriptor. `status`, with tb_error_detail: the reason to refuse
+     * the client; TB_OK: none. */
     void (*accepted)(tb__endpoint *endpoint, int fd, tb_status status);
     void (*ready)(tb__connection *connection, uint32_t events);
 };
@@ -40,7 +40,7 @@ struct tb__endpoint {
 /* After a failure, too, it has to be closed. Closing one that was never opened does nothing. */
 tb_status tb__endpoint_open(tb__endpoint *endpoint, const tb__address *address, bool is_local);
 void tb__endpoint_close(tb__endpoint *endpoint);
-void tb__endpoint_stop(tb__endpoint *endpoint); /* accepts nobody any more */
+void tb__endpoint_stop(tb__endpoint *endpoint); /* accepts no more connections */
 void tb__endpoint_wake(tb__endpoint *endpoint); /* from any thread, or a signal handler */
 
 /* Sleeps until something happens, or the time comes, and handles it. Returns whether tb__endpoint_wake was called. */
@@ -55,8 +55,8 @@ void tb__connection_close(tb__connection *connection);
 bool tb__connection_send(tb__connection *connection);
 size_t tb__connection_unsent(const tb__connection *connection);
 
-/* Has epoll report when something can be sent, if there is something, and, if `reads`, when something has arrived.
- * False: it can't. */
+/* Makes epoll report when queued bytes can be sent, and, if `reads`, when bytes have arrived. False: it
+ * can't. */
 bool tb__connection_watch(tb__connection *connection, bool reads);
 
 #endif

@@ -20,7 +20,7 @@ enum {
     PAGE = 4096,                       /* fewer if etcd refuses that many */
 };
 
-/* What the stores of this process that have the same address, namespace and token share: connections, and a lease. */
+/* Shared by the stores of this process that have the same address, namespace and token: connections, and a lease. */
 typedef struct etcd_lease {
     LIST_ENTRY(etcd_lease) link; /* in `leases`, while more stores may share it */
     tb__store_url url;
@@ -116,7 +116,7 @@ static tb_status post_change(etcd_client *c, tb__gateway_call *call, tb__bytes *
     return tb__fail(TB_LOST, "%s: the connection was lost: its lease has run out", c->url);
 }
 
-/* Notes that the key is bound to the lease, before it is written, and the revision afterwards. */
+/* Records that the key is bound to the lease, before it is written, and the revision afterwards. */
 static tb_status bind_key(etcd_client *c, const char *key, uint64_t revision) {
     struct bound_key *at = NULL;
     tb_status status = TB_OK;
@@ -252,7 +252,7 @@ static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_m
     return TB_OK;
 }
 
-/* A counter is a decimal number. The first attempt supposes that there is none: most are asked for once. */
+/* A counter is a decimal number. The first attempt assumes that there is none: most counters are used once. */
 static tb_status etcd_count(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                             uint64_t *before) {
     tb__store_value value = {0};
@@ -289,8 +289,8 @@ static tb_status read_counter(const json_t *reply, size_t i, uint64_t *number, u
     return is_number ? TB_OK : tb__fail(TB_INVALID, "it is not a counter");
 }
 
-/* The first attempt supposes an empty store, and finds out what is there. Who asks for the same key does not try
- * again. */
+/* The first attempt assumes an empty store, and reads the present values. If another process has made the key, they are
+ * the result. */
 static tb_status etcd_take_block(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                                  tb__store_result *out) {
     uint64_t expected = 0, first = 0, present = 0;
@@ -459,7 +459,7 @@ static tb_status etcd_wait_change(etcd_client *c, const char *prefix, uint64_t s
             return TB_OK;
         uint64_t now;
         TB_TRY(ask_revision(c, deadline_ms, &now));
-        /* One member was behind the others. */
+        /* The member that answered was behind the others. */
         if (w.is_behind && now >= since)
             continue;
         *out = (tb__store_entries){.revision = now, .must_list = true};
@@ -630,8 +630,8 @@ static bool get_bound_key(etcd_client *c, size_t i, etcd_key *key, uint64_t *rev
     return is_there;
 }
 
-/* Those that this store has bound to the lease, or of them only those of unknown revision. Other stores still need the
- * lease; with it goes what could not be deleted. */
+/* Deletes the keys that this store has bound to the lease, or only those of unknown revision. Other stores still need
+ * the lease; keys that could not be deleted end with it. */
 static void delete_bound_keys(etcd_client *c, bool only_unknown) {
     int64_t deadline_ms = tb__now_ms() + REVOKE_MS;
     tb_status status = TB_OK;
@@ -748,7 +748,7 @@ static void begin_leases(void) {
     pthread_atfork(NULL, NULL, reset_leases);
 }
 
-/* Shares the lease of other stores. `out` is one to be opened, and listed, if there is none. */
+/* Shares the lease of other stores. If there is none, `out` is a new one, to be opened and listed. */
 static tb_status take_lease(const tb__store_url *url, const char *token, int64_t deadline_ms, etcd_lease **out) {
     struct timespec until = tb__time_of_ms(deadline_ms);
     tb_status status = TB_OK;
@@ -788,7 +788,7 @@ static void end_opening(etcd_lease *l, bool is_granted) {
 
 tb_status tb__etcd_store_open(const tb__store_url *url, const char *token, const tb__store_secret *secret,
                               int64_t deadline_ms, const tb__store_ops **ops, void **context) {
-    (void)secret; /* keys belong to nobody in etcd */
+    (void)secret; /* keys have no owner in etcd */
     etcd_client *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;

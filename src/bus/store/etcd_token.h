@@ -1,4 +1,4 @@
-/* Tokens in etcd, which does not know them. The first process that opens a namespace stores a *verifier* there, a
+/* Tokens in etcd, which has no such concept. The first process that opens a namespace stores a *verifier* there, a
  * salted HMAC of its token; the others check their tokens against it. This blocks clients with a wrong token, but not
  * those that write to etcd by other means. */
 #ifndef TB_BUS_STORE_ETCD_TOKEN_H
@@ -16,7 +16,7 @@ typedef struct tb__verifier {
 /* With a salt of its own: two for the same token differ. */
 tb_status tb__verifier_make(const char *token, tb__verifier *out);
 
-/* Whether the verifier was made from this token. Takes as long for any token as for any other of the same length. */
+/* Whether the verifier was made from this token. Takes the same time for all tokens of the same length. */
 bool tb__verifier_accepts(const void *verifier, size_t nbytes, const char *token);
 
 enum { TB__LOGIN_LINE = 256 };

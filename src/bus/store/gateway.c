@@ -15,7 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* An endpoint that is silent must not use up the time in which another would answer. */
+/* An endpoint that does not answer must not use up the time in which another would. */
 enum { ATTEMPT_MS = 2000, FIRST_DELAY_MS = 10, LONGEST_DELAY_MS = 500, MAX_REPLY = 48 << 20, MOST_CALLS = 32 };
 
 static const char login_path[] = "/v3/auth/authenticate";
@@ -130,8 +130,8 @@ static void destroy_connection(const tb__gateway *g, connection *l) {
     free(l);
 }
 
-/* A member that has lost the others says so instead of letting a watch sleep on; a large body is sent at once. With the
- * lock held. */
+/* The header makes a member that has lost the others report that instead of letting a watch sleep on; a large body is
+ * sent at once. Needs the lock. */
 static bool make_headers(const tb__gateway *g, connection *l, bool has_login) {
     const char *const lines[] = {"Content-Type: application/json", "Grpc-Metadata-hasleader: true",
                                  "Expect:", has_login ? g->header : NULL};
@@ -270,7 +270,7 @@ void tb__gateway_destroy(tb__gateway *gateway) {
     free(gateway);
 }
 
-/* With the lock held: the calls of a user, or all, look whether they have to end. */
+/* Needs the lock. Makes the calls of a user, or all, check whether they have to end. */
 static void wake_calls(tb__gateway *g, const tb__gateway_user *user) {
     for (connection *l = LIST_FIRST(&g->busy); l; l = LIST_NEXT(l, link)) {
         if (!user || l->user == user)
@@ -613,7 +613,7 @@ static tb_status post_call(tb__gateway *g, tb__gateway_call *call, json_t **repl
         }
         /* The first call that fails at this endpoint moves all calls on to the next one. */
         atomic_compare_exchange_strong(&g->current, &seen, (index + 1) % g->nendpoints);
-        /* The message of an attempt that was cut short says less than the one before. */
+        /* The message of an attempt that was cut short has less information than the one before. */
         bool names_time = result == UNANSWERED && a.timed_out && !a.has_begun && !g->has_answered && !why[0];
         if (!a.timed_out || !why[0])
             snprintf(why, sizeof why, "%s", tb_error_detail());
@@ -676,7 +676,7 @@ static tb_status log_in(tb__gateway *g, uint64_t seen, const tb__gateway_call *c
     return status;
 }
 
-/* Tokens of logins expire, and go when the permissions of etcd are changed, or with its process. */
+/* Logins expire, and end when the permissions of etcd are changed, or with its process. */
 static bool is_login_expired(tb_status status, const tb__gateway_call *call) {
     return status != TB_OK && (call->code == TB__ETCD_UNAUTHENTICATED ||
                                (call->code == TB__ETCD_INVALID && strstr(tb_error_detail(), "revision of auth store")));

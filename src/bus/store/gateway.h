@@ -1,4 +1,4 @@
-/* A client of etcd's JSON gateway: posts a JSON object to whichever endpoint answers, and receives one, or a stream of
+/* A client of etcd's JSON gateway: posts a JSON object to an endpoint that answers, and receives one, or a stream of
  * them.
  *
  * Calls may come from several threads at once; each uses a connection of its own, which is kept for later calls. A few

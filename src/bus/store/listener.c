@@ -52,7 +52,7 @@ static tb_status take_lock(const tb__address *address, int *out) {
     }
 }
 
-/* With the lock held. A server that listens without it, its lock file having been deleted, is left alone. */
+/* With the lock held. A server that listens without the lock, because its lock file was deleted, is left alone. */
 static tb_status remove_stale(const tb__address *address) {
     struct stat present;
     if (lstat(address->path, &present) != 0)
@@ -63,7 +63,7 @@ static tb_status remove_stale(const tb__address *address) {
     tb_status status = tb__address_connect(address, tb__now_ms() + 100, &fd, &error);
     if (status == TB_OK)
         tb__fd_close(fd);
-    if (tb__is_out_of_descriptors(error)) /* which says nothing about who is there */
+    if (tb__is_out_of_descriptors(error)) /* the error does not show whether a server is there */
         return status;
     if (error != ECONNREFUSED && error != ENOENT)
         return tb__fail(TB_CONFLICT,

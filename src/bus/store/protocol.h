@@ -92,7 +92,7 @@ tb_status tb__store_encode(const tb__store_message *message, tb__bytes *out);
 tb_status tb__store_add_entry(tb__bytes *entries, tb__blob key, uint64_t revision, tb__blob value);
 bool tb__store_next_entry(tb__blob *entries, tb__blob *key, uint64_t *revision, tb__blob *value);
 
-/* What an operation returns: the revision, of the change or of the store; count: the number before; take_block: the
+/* The result of an operation: the revision, of the change or of the store; count: the number before; take_block: the
  * first number of the block, and the counter's; the value of get, and, with TB_CONFLICT, the present one; the entries
  * of list and wait_change. */
 typedef struct tb__store_result {
@@ -103,13 +103,13 @@ typedef struct tb__store_result {
 
 /* Every slot may be called from several threads at once, except close. */
 typedef struct tb__store_ops {
-    /* Not HELLO, PROVE and CANCEL. Keys and prefixes are checked, with the namespace before them and a NUL behind. The
-     * result is empty before; what it has afterwards, and only after TB_OK and TB_CONFLICT, is the caller's. */
+    /* Not HELLO, PROVE and CANCEL. Keys and prefixes are checked, and have the namespace before them and a NUL behind.
+     * The result is empty before; its contents, only after TB_OK and TB_CONFLICT, belong to the caller. */
     tb_status (*call)(void *context, const tb__store_message *request, int timeout_ms, tb__store_result *out);
     void (*hang_up)(void *context);
     void (*interrupt)(void *context);
     void (*close)(void *context);
-    int linger_ms; /* how long what a dead process wrote may still be there */
+    int linger_ms; /* how long entries of a dead process may still be there */
 } tb__store_ops;
 
 struct tb__store_url;

@@ -296,7 +296,7 @@ static void remove_waiter(tb__waiter *waiter) {
     free(waiter);
 }
 
-/* `is_known` false: what has changed has to be listed. */
+/* `is_known` false: the changes have to be listed. */
 static void reply_changes(tb__session *session, uint64_t id, uint64_t revision, bool is_known, const tb__bytes *entries,
                           uint64_t count) {
     tb__store_message reply = {

@@ -1,4 +1,4 @@
-/* Connects to a store, or serves it if nobody does. */
+/* Connects to a store, or serves it if no process does. */
 #include "bus/store/address.h"
 #include "bus/store/server.h"
 
@@ -7,7 +7,7 @@
 /* There is no notification when a server starts to listen, so attempts are repeated, with growing delays. */
 enum { FIRST_DELAY_MS = 2, LONGEST_DELAY_MS = 100 };
 
-/* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
+/* A store that has not answered for this long does not answer; before that, the deadline may have come too early. */
 enum { SILENT_MS = 1000 };
 
 /* TB_IO: nobody listened. TB_LOST: the server ended just then. The next attempt may succeed. */
@@ -36,7 +36,7 @@ static tb_status serve_and_open(const char *url, const char *token, const tb__st
     return TB_OK;
 }
 
-/* `is_for_later`: nobody serves yet, and this process can't. */
+/* `is_for_later`: no process serves yet, and this process can't. */
 static tb_status open_or_serve_now(const char *url, const char *token, const tb__store_secret *secret,
                                    int64_t deadline_ms, int timeout_ms, tb__store **store, tb__store_server **server,
                                    bool *is_for_later) {
@@ -71,7 +71,7 @@ tb_status tb__store_open_or_serve(const char *url, const char *token, const tb__
         bool is_for_later;
         int64_t begun_ms = tb__now_ms();
         tb_status status = open_or_serve_now(url, token, secret, deadline_ms, timeout_ms, store, server, &is_for_later);
-        /* The message of an attempt that was cut short says less than the one before. */
+        /* The message of an attempt that was cut short has less information than the one before. */
         bool is_cut = status == TB_TIMEOUT && *why && tb__now_ms() - begun_ms < SILENT_MS;
         if (!is_for_later && !is_cut)
             return status;

@@ -67,7 +67,7 @@ static void serve_frames(tb__session *session) {
 static void receive_requests(tb__session *session) {
     tb__store_server *server = session->server;
     tb__session_touch(session);
-    /* One read a round, for fairness; no more than a hello of a client that has proved nothing. */
+    /* One read per round, for fairness; at most a hello of a client that has proved nothing. */
     ssize_t n = recv(session->connection.socket.fd, server->scratch,
                      session->has_proved ? sizeof server->scratch : (size_t)TB__STORE_MAX_HELLO, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
@@ -96,7 +96,7 @@ static void flush_session(tb__session *session) {
         close_session(session);
 }
 
-/* Closing a session may answer waits of others, which become dirty then. */
+/* Closing a session may answer waits of others, which must be flushed then. */
 static void flush_sessions(tb__store_server *server) {
     tb__session *session;
     while ((session = TAILQ_FIRST(&server->dirty))) {

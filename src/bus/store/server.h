@@ -42,7 +42,7 @@ TB_API const char *tb__store_server_url(const tb__store_server *server);
 tb_status tb__store_open_or_serve(const char *url, const char *token, const tb__store_secret *secret, int timeout_ms,
                                   tb__store **store, tb__store_server **server);
 
-/* One attempt of that. A failure may not happen the next time. */
+/* One attempt of that. Another attempt may succeed after a failure. */
 tb_status tb__store_try_open_or_serve(const char *url, const char *token, const tb__store_secret *secret,
                                       int timeout_ms, tb__store **store, tb__store_server **server);
 

@@ -1,4 +1,4 @@
-/* What the server's loop (server.c) and its operations (requests.c) share. All of it belongs to the server's thread. */
+/* Shared by the server's loop (server.c) and its operations (requests.c). All of it belongs to the server's thread. */
 #ifndef TB_BUS_STORE_SESSION_H
 #define TB_BUS_STORE_SESSION_H
 
@@ -33,7 +33,7 @@ typedef struct tb__session {
     bool has_proved;          /* and its proof accepted */
     tb__key_owner owner;      /* the process; zeros: it may not write */
     bool is_closing;          /* it is closed after one attempt to send its replies */
-    bool is_dirty;            /* flush_sessions has to look at it before the loop sleeps again */
+    bool is_dirty;            /* flush_sessions has to handle it before the loop sleeps again */
     bool has_ephemerals;
     int64_t hello_deadline_ms;
     size_t nbuffers; /* bytes of the connection's buffers that are in the server's nbuffers */
@@ -59,13 +59,13 @@ struct tb__store_server {
     uint8_t scratch[1 << 16];
 };
 
-/* Runs one request. Replies are queued; sending and closing is left to flush_sessions. */
+/* Runs one request. Replies are queued; flush_sessions sends and closes. */
 void tb__session_serve(tb__session *session, const tb__store_message *request);
 
 /* Replies with a failure, whose message is tb_error_detail. */
 void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status);
 
-void tb__session_touch(tb__session *session); /* has flush_sessions look at it */
+void tb__session_touch(tb__session *session); /* marks it for flush_sessions */
 void tb__session_drop_waiters(tb__session *session);
 
 /* tb__store_table.changed: answers waits for the key. The context is the server. */

@@ -1,5 +1,5 @@
-/* The store's interface: finds the implementation for a URL, checks what callers pass, puts the namespace before keys
- * and takes it off again. */
+/* The store's interface: finds the implementation for a URL, checks arguments, and adds and removes the namespace of
+ * keys. */
 #include "bus/store/store.h"
 
 #include "base/mem.h"

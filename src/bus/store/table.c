@@ -62,7 +62,7 @@ void tb__store_table_range(const tb__store_table *table, tb__blob prefix, size_t
     *last = i;
 }
 
-/* Gives the change its revision, remembers it, and tells. */
+/* Assigns the change its revision, logs it, and calls `changed`. */
 static void log_change(tb__store_table *table, tb__record *record) {
     record->revision = ++table->revision;
     size_t slot = record->revision % TB__STORE_LOG;

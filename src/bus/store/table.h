@@ -1,4 +1,4 @@
-/* The embedded server's data: sorted keys, the revision counter, and a log of recent changes, which tells whether
+/* The embedded server's data: sorted keys, the revision counter, and a log of recent changes, which shows whether
  * anything under a prefix has changed. For one thread. */
 #ifndef TB_BUS_STORE_TABLE_H
 #define TB_BUS_STORE_TABLE_H
@@ -13,10 +13,10 @@ typedef struct tb__key_owner {
 
 typedef struct tb__record {
     uint64_t revision;
-    tb__key_owner owner; /* who wrote it last */
+    tb__key_owner owner; /* the process that wrote it last */
     tb__store_lifetime lifetime;
     bool is_counter;
-    bool is_removed; /* told of its removal, the last time */
+    bool is_removed; /* in `changed`, the last time: it was removed */
     size_t key_nbytes, value_nbytes;
     uint8_t data[]; /* the key, then the value */
 } tb__record;
@@ -32,11 +32,11 @@ typedef struct tb__logged_change {
 typedef struct tb__store_table {
     TB_VEC(tb__record *) records; /* by key */
     uint64_t revision;
-    size_t nbytes, max_nbytes;            /* keys, values and what it takes to keep them */
+    size_t nbytes, max_nbytes;            /* of keys, values and bookkeeping */
     uint64_t horizon;                     /* the log does not have the keys of changes up to this revision */
     tb__logged_change log[TB__STORE_LOG]; /* change r is in log[r % TB__STORE_LOG] */
 
-    /* Told of every change, after it; must not change the table. */
+    /* Called after every change; must not change the table. */
     void (*changed)(void *context, const tb__record *record);
     void *context;
 } tb__store_table;
