@@ -1,4 +1,4 @@
-/* GPUs: the driver, what each of them can do, and what a container lacks. */
+/* GPUs: the driver, the properties of each, and what a container lacks. */
 #include "tools/doctor.h"
 
 #include "tools/gpu.h"
@@ -124,7 +124,7 @@ static void read_namespace(const char *kind, char out[64]) {
     out[n > 0 ? n : 0] = '\0';
 }
 
-/* Other processes' memory: what containers have to have in common for it. */
+/* Sharing memory between processes: the conditions for containers. */
 static void add_sharing(doctor *d) {
     char ipc[64], pid[64];
     read_namespace("ipc", ipc);

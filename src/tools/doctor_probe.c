@@ -1,4 +1,4 @@
-/* Looking at something in a child process, which may hang or die of it. */
+/* Runs a check in a child process, because it may hang or crash. */
 #include "tools/doctor.h"
 
 #include "base/process.h"
@@ -26,7 +26,7 @@ static _Noreturn void be_child(bool (*look)(const void *arg, int out), const voi
     _exit(getppid() == parent && look(arg, out) ? 0 : 1);
 }
 
-/* Reads to the end; what there is no room for is passed over. False at the deadline. */
+/* Reads to the end, and discards what exceeds the buffer. False at the deadline. */
 static bool read_all(int fd, char *out) {
     int64_t deadline = tb__now_ms() + PATIENCE_MS;
     size_t count = 0;

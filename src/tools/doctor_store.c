@@ -1,4 +1,4 @@
-/* The store that was asked for, step by step, so that what is to be done follows from the step that fails. */
+/* Checks the store of --store step by step, so that the step that fails determines the remedy. */
 #include "tools/doctor.h"
 
 #include "base/process.h"
@@ -16,10 +16,10 @@ enum { TIMEOUT_MS = 5000 };
 
 static const char give_token[] = "give the store's token: --token-file FILE";
 
-/* What has come of a step that failed, and what there is to say of one that did not. */
+/* The error of a step that failed, or notes on one that did not. */
 typedef struct visit {
     const char *remedy;
-    tb__numeric loopback; /* what the store's name is here, if other hosts must know it by another address */
+    tb__numeric loopback; /* the address of the store's name here, if other hosts must use another one */
 } visit;
 
 static const char *remedy_of_errno(int error, bool is_unix) {

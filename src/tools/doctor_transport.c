@@ -1,4 +1,4 @@
-/* Transports: whether they open, as a world opens them, and whom UCX reaches as its environment is. */
+/* Transports: whether they open, as in a world, and the hosts that UCX reaches in its environment. */
 #include "tools/doctor.h"
 
 #include "transport/transport.h"
@@ -15,7 +15,7 @@ static void ignore_loss(void *arg, int32_t peer, const char *why) {
     (void)why;
 }
 
-/* The same call as a world's, so that what is told is what a world would say. Of ucx it writes the lanes. */
+/* The same call as a world's, so that errors are those of a world. For ucx it writes the lanes. */
 static bool open_transport(const void *arg, int out) {
     const tb_transport_ops *ops = arg;
     tb_transport transport;
@@ -45,8 +45,8 @@ static bool get_ucx_version(const void *arg, int out) {
     return version && write(out, version(), strlen(version())) > 0;
 }
 
-/* "; UCX 1.13.1; UCX_TLS=tcp", and so on: what the environment tells it may leave it without a lane. But for what was
- * said already. */
+/* "; UCX 1.13.1; UCX_TLS=tcp", and so on: settings of the environment may leave it without a lane. Leaves out what was
+ * reported already. */
 static void describe_ucx(const doctor_answer *version, const char *said, char *out, size_t room, bool *has_settings) {
     size_t n = version->is_ok ? (size_t)snprintf(out, room, "; UCX %.40s", version->said) : 0;
     *has_settings = false;
@@ -74,7 +74,7 @@ static const char *remedy_of_ucx(const doctor_answer *version, bool has_settings
     return "`ucx_info -d`, of the package ucx-utils, says more of what UCX lacks";
 }
 
-/* The lanes that lead to other hosts, or those that don't, with commas between them. */
+/* Lists the lanes that lead to other hosts, or those that don't, separated by commas. */
 static void pick_lanes(const char *lanes, bool is_far, tb__text *out) {
     char lane[128];
     int n;

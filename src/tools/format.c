@@ -1,4 +1,4 @@
-/* How figures, ranks, boxes, layouts and names are written. */
+/* Formats figures, ranks, boxes, layouts and names. */
 #include "tools/tools.h"
 
 #include "format/checkpoint.h"
@@ -60,7 +60,7 @@ void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *
     tb__text_add(out, "]");
 }
 
-/* Names may hold anything; on a terminal they must not. */
+/* Names may contain anything; control characters must not reach a terminal. */
 void tool_add_name(tb__text *out, const char *name) {
     for (const char *c = name; *c; c++)
         tb__text_add(out, "%c", iscntrl((unsigned char)*c) ? '?' : *c);

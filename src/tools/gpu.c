@@ -1,4 +1,4 @@
-/* Looking at GPUs, in a process of its own. */
+/* Detects GPUs, in a separate process. */
 #include "tools/gpu.h"
 
 #include "tools/doctor.h"

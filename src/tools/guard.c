@@ -1,4 +1,4 @@
-/* What must not be left behind: signals wait until the parent has tidied up, and its folder goes with it. */
+/* Cleaning up: signals are delayed until the parent has cleaned up, and its folder is removed. */
 #include "tools/guard.h"
 
 #include "base/descriptors.h"
@@ -38,7 +38,7 @@ tb_status tool_guard_init(tool_guard *guard) {
     guard->fd = signalfd(-1, &watched, SFD_NONBLOCK | SFD_CLOEXEC);
     if (guard->fd < 0)
         return tb__fail(TB_IO, "signalfd: %s", tb__errno_text(errno));
-    /* Whoever started us may ignore it, and then nobody could learn how a child ended. */
+    /* The parent process may ignore it; then exit statuses of children would be lost. */
     sigaction(SIGCHLD, &(struct sigaction){.sa_handler = SIG_DFL}, &guard->child_action);
     sigprocmask(SIG_BLOCK, &watched, &guard->before);
     return TB_OK;
@@ -72,7 +72,7 @@ void tool_guard_drop(const tool_guard *guard) {
 
 /* Folders */
 
-/* Of the folders that this process has made: the file that it keeps locked. */
+/* For the folders that this process has made: the file that it keeps locked. */
 typedef struct folder_lock {
     char *path;
     int fd;
@@ -80,7 +80,7 @@ typedef struct folder_lock {
 
 static TB_VEC(folder_lock) locks;
 
-/* The file is locked before it has the name by which others find it. Where the file system has no locks, it never gets
+/* The file is locked before it gets the name by which others find it. On a file system without locks, it never gets
  * that name. */
 static tb_status lock_folder(const char *path) {
     char unlocked[256], locked[256];
@@ -132,7 +132,7 @@ static int remove_entry(const char *path, const struct stat *about, int kind, st
     (void)about;
     (void)kind;
     (void)where;
-    (void)remove(path); /* the rest is to go all the same */
+    (void)remove(path); /* the rest has to be removed, too */
     return 0;
 }
 

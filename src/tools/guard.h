@@ -1,4 +1,4 @@
-/* What a command that forks processes or makes files must not leave behind. */
+/* Cleaning up after commands that fork processes or make files. */
 #ifndef TB_TOOLS_GUARD_H
 #define TB_TOOLS_GUARD_H
 
@@ -6,8 +6,8 @@
 
 #include <signal.h>
 
-/* While it lasts, signals that would end this process (those it does not ignore) are held back, so that it can tidy up
- * first; fini lets them through. */
+/* While it exists, signals that would end this process (those it does not ignore) are delayed, so that it can clean up
+ * first; fini delivers them. */
 typedef struct tool_guard {
     sigset_t before, ending;
     struct sigaction child_action;
@@ -18,14 +18,14 @@ typedef struct tool_guard {
 tb_status tool_guard_init(tool_guard *guard);
 void tool_guard_fini(tool_guard *guard);
 tb_status tool_guard_check(tool_guard *guard); /* TB_CANCELLED once a signal came */
-void tool_guard_drop(const tool_guard *guard); /* in a child: as if there had been none */
+void tool_guard_drop(const tool_guard *guard); /* in a child: undoes the guard */
 
 /* A file in each of the folders below, which is locked while a process uses the folder. */
 #define TOOL_FOLDER_LOCK "in_use.lock"
 
 /* A folder under TMPDIR, whose name is short enough for a socket in it. */
 tb_status tool_folder_make(char *path, size_t size);
-void tool_folder_remove(char *path); /* with all that is in it; sets the path to "", where it does nothing */
+void tool_folder_remove(char *path); /* with its contents; sets the path to "", for which it does nothing */
 
 /* Memory that is shared with processes forked later, zero at first. */
 tb_status tool_share(size_t nbytes, void **out);

@@ -1,5 +1,5 @@
-/* Two checkpoints, or a checkpoint and a list of hashes, compared by hashes of their tensors: what `tensorbus verify`
- * does. Files are mapped and hashed in place, by several threads. */
+/* Two checkpoints, or a checkpoint and a list of hashes, compared by hashes of their tensors, for `tensorbus verify`.
+ * Files are mapped and hashed in place, by several threads. */
 #ifndef TB_TOOLS_HASHES_H
 #define TB_TOOLS_HASHES_H
 
@@ -9,19 +9,19 @@
 /* Elements that have a hash of their own in the list of a model, in row-major order. */
 enum { HASH_TILE = 1 << 20 };
 
-/* What a file has of a tensor. */
+/* A tensor, or a part of it, in a file. */
 typedef struct hash_part {
-    int32_t rank;            /* TB_NO_RANK: of a model, all of it */
-    const tb_layout *layout; /* NULL where it is all of it */
+    int32_t rank;            /* TB_NO_RANK: of a model, the whole tensor */
+    const tb_layout *layout; /* NULL if it is the whole tensor */
     tb_binding binding;      /* in the mapped file */
-    int32_t replica;         /* parts of one replica are the tensor */
+    int32_t replica;         /* the parts of one replica make up the tensor */
 } hash_part;
 
 typedef struct hash_tensor {
     const char *name, *dtype_name;
-    tb_dtype dtype; /* of one that tensorbus does not know: u8, and one dim of bytes */
+    tb_dtype dtype; /* if tensorbus does not know its dtype: u8, and one dim of bytes */
     tb_shape shape; /* global, as it is hashed */
-    tb_shape shown; /* as the file has it */
+    tb_shape shown; /* as in the file */
     size_t nparts;
     hash_part *parts; /* NULL: it comes from a list */
     int32_t nreplicas;
@@ -43,8 +43,8 @@ typedef struct hash_side {
     tb__arena arena;
 } hash_side;
 
-/* Opens a checkpoint. For files of ranks the spec says what each has: its `src`, or, for a second one, its `dst`, where
- * `first` has the shapes. The spec, and `first`, must outlive it. */
+/* Opens a checkpoint. For files of ranks the spec defines the tensors of each: its `src`, or, for a second checkpoint,
+ * its `dst`, with the shapes from `first`. The spec, and `first`, must outlive it. */
 tb_status hash_side_open(hash_side *side, const char *path, const tb__spec *spec, const hash_side *first);
 
 /* A list of hashes, as tool_add_hashes writes it; "-": from standard input. */
@@ -65,7 +65,7 @@ typedef struct hash_difference {
     int64_t count, of;                            /* elements that differ, and that were compared */
 } hash_difference;
 
-/* Compares element by element, file by file; to be freed by the caller. None where one of them comes from a list. */
+/* Compares element by element, file by file; to be freed by the caller. Empty if either tensor comes from a list. */
 tb_status hash_compare(const hash_tensor *a, const hash_tensor *b, hash_difference **out, size_t *count);
 
 #endif

@@ -1,5 +1,5 @@
 /* Status, metrics and a page over HTTP, for `agent` and `dashboard`. Each connection has a thread of libmicrohttpd. All
- * of them show the same document for the page, which is made anew when it is a second old and somebody asks. */
+ * pages show the same document, which is made anew for a request when it is a second old. */
 #include "tools/http.h"
 
 #include "base/descriptors.h"
@@ -31,7 +31,7 @@ struct tool_http {
     pthread_mutex_t lock; /* for the rest */
     int64_t made_ms;      /* when the view was made; 0: never */
     tb_status made_with;
-    char *view; /* compact JSON, or why there is none */
+    char *view; /* compact JSON, or an error message */
 };
 
 extern const char tool_page[], tool_page_end[];
@@ -84,7 +84,7 @@ static enum MHD_Result answer_report(const tool_http *http, struct MHD_Connectio
     tb_status status = http->opts.report(http->opts.arg, &report);
     if (status == TB_OK && is_metrics)
         status = make_metrics(report, &text);
-    else if (status == TB_OK) /* who can make a report is well */
+    else if (status == TB_OK) /* a process that can make a report is healthy */
         tb__text_add(&text, "%s\n", is_health ? "ok" : report);
     free(report);
     if (status != TB_OK) {
@@ -118,7 +118,7 @@ typedef struct watcher {
     size_t nbytes, sent;
 } watcher;
 
-/* Makes the document unless it is new enough. With the lock held. */
+/* Makes the document unless it is new enough. Needs the lock. */
 static void refresh(tool_http *http) {
     if (http->made_ms != 0 && tb__now_ms() < http->made_ms + PERIOD_MS)
         return;
@@ -131,7 +131,7 @@ static void refresh(tool_http *http) {
     http->made_ms = tb__now_ms();
 }
 
-/* The next event: the document, or a sentence that says why there is none. False: no memory. */
+/* The next event: the document, or the reason why there is none. False: no memory. */
 static bool take_event(watcher *w) {
     tool_http *http = w->http;
     tb__text text = {0};
@@ -151,7 +151,7 @@ static bool take_event(watcher *w) {
     return !text.failed;
 }
 
-/* Blocks until the next event is due: the connection has a thread of its own. */
+/* Blocks until the next event is due: each connection has its own thread. */
 static ssize_t give_events(void *arg, uint64_t position, char *out, size_t room) {
     watcher *w = arg;
     (void)position;
@@ -187,7 +187,7 @@ static enum MHD_Result answer_events(tool_http *http, struct MHD_Connection *con
 
 /* ---- Requests -------------------------------------------------------------------------------------------------- */
 
-/* A page of another site must not read what loopback serves, by a name of its own that leads here. */
+/* A page of another site must not read loopback through a name of its own that resolves to it. */
 static bool names_this_machine(const char *host) {
     static const char *const names[] = {"localhost", "127.", "[::1]", "[::ffff:127."};
     for (size_t i = 0; host && i < sizeof names / sizeof *names; i++) {
@@ -221,7 +221,7 @@ static enum MHD_Result on_request(void *arg, struct MHD_Connection *connection, 
     static int seen;
     (void)version;
     (void)upload;
-    if (!*state) { /* the first call has the headers only; what comes after them is not wanted */
+    if (!*state) { /* the first call has the headers only; request bodies are ignored */
         *state = &seen;
         return MHD_YES;
     }
@@ -234,7 +234,7 @@ static enum MHD_Result on_request(void *arg, struct MHD_Connection *connection, 
     if (http->is_local &&
         !names_this_machine(MHD_lookup_connection_value(connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_HOST)))
         return refuse(connection, MHD_HTTP_FORBIDDEN, "ask for localhost: this listens on loopback only");
-    if (strcmp(url, "/healthz") == 0) /* says nothing that needs the token */
+    if (strcmp(url, "/healthz") == 0) /* contains nothing secret */
         return answer_report(http, connection, url);
     if (http->opts.token && !http->is_local && !has_token(http, connection))
         return refuse(connection, MHD_HTTP_UNAUTHORIZED,

@@ -7,22 +7,22 @@
 typedef struct tool_http tool_http;
 
 typedef struct tool_http_opts {
-    const char *option; /* that has the place, for sentences: "http" */
+    const char *option; /* the option that sets the place, for messages: "http" */
     const char *place;  /* [ADDRESS:]PORT; the address is 127.0.0.1 if it is not given, and port 0 is any */
-    const char *token;  /* to be given by all who ask, unless it listens on loopback; NULL: there is none ... */
+    const char *token;  /* required in all requests, unless it listens on loopback; NULL: there is none ... */
     bool needs_token;   /* ... and without one it listens on loopback only */
     bool has_metrics;
-    /* For /status, /metrics and /healthz, and for the page: JSON that the caller frees. Called by several threads, the
-     * second one by one at a time. */
+    /* For /status, /metrics and /healthz, and for the page: JSON that the caller frees. Called by several threads; the
+     * second by only one at a time. */
     tb_status (*report)(void *arg, char **out);
     tb_status (*view)(void *arg, char **out);
     void *arg;
 } tool_http_opts;
 
-/* Whether it is a place, as tool_http_start takes it. */
+/* Checks that tool_http_start accepts the place. */
 tb_status tool_http_check(const char *option, const char *place);
 
-/* Serves in threads of its own. The strings stay the caller's, until it has stopped. */
+/* Serves in separate threads. The strings must stay until it has stopped. */
 tb_status tool_http_start(const tool_http_opts *opts, tool_http **out);
 const char *tool_http_url(const tool_http *http); /* "http://127.0.0.1:9100" */
 void tool_http_stop(tool_http *http);             /* NULL is allowed */

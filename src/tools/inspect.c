@@ -1,4 +1,4 @@
-/* tensorbus inspect: what is in a checkpoint; the tensors that programs have registered with an agent. */
+/* tensorbus inspect: lists the contents of a checkpoint, or the tensors that programs have registered with an agent. */
 #include "tools/agents.h"
 
 #include "format/checkpoint.h"
@@ -29,14 +29,14 @@ static const char details[] =
     "  tensorbus inspect Llama-3.1-8B --json\n"
     "  tensorbus inspect agent:/run/trainer-0.sock\n";
 
-/* What is found, as it will be printed. Files are told of one after the other. */
+/* The output under construction. Files are added one after the other. */
 typedef struct report {
     const char *path;
     tb__checkpoint_kind kind;
     bool is_json;
     size_t nfiles, ntensors;
     int64_t nbytes;
-    int64_t index_nbytes; /* -1: the index does not say, or there is none */
+    int64_t index_nbytes; /* -1: missing in the index, or there is none */
     size_t nunindexed;    /* tensors of a model, or files of no rank */
     tb__text unindexed;
     TB_VEC(int32_t) ranks;
@@ -118,7 +118,7 @@ static void add_tensor(report *r, const tb__safetensors *file, const tb__safeten
             take_plain(&r->tensors, name_of(r, file));
     }
     r->ntensors++;
-    r->nbytes += t->nbytes; /* of files that exist: they are far from 2^63 */
+    r->nbytes += t->nbytes; /* sizes of existing files: far from 2^63 */
 }
 
 /* A line for each; values may be whole documents, and are cut. */
@@ -230,7 +230,7 @@ static void add_json(tb__text *out, report *r) {
     tb__text_add(out, ",\"tensors\":[%s]}\n", r->tensors_json.data ? r->tensors_json.data : "");
 }
 
-/* Ranks between the others that have no file: one that was forgotten, perhaps. */
+/* Lists ranks without a file between others: one may have been forgotten. */
 static void add_missing_ranks(tb__text *out, const report *r) {
     TB_VEC(int32_t) missing = {0};
     int32_t next = 0;

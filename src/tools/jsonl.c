@@ -1,5 +1,5 @@
-/* Files of JSON lines: one line of output for each, flushed at once, so that the tool can serve at the end of a pipe.
- * A bad line costs only itself. */
+/* Files of JSON lines: one line of output for each, flushed at once, so that the tool can be used in a pipe. A bad line
+ * does not affect the others. */
 #include "tools/tools.h"
 
 #include <ctype.h>

@@ -1,4 +1,4 @@
-/* tensorbus layout: what each rank holds of a tensor. */
+/* tensorbus layout: shows each rank's part of a tensor. */
 #include "tools/tools.h"
 
 #include "layout/layout.h"
@@ -36,7 +36,7 @@ static const char details[] =
     "Example:\n"
     "  tensorbus layout --shape 4096,4096 --dtype bf16 --layout 'mesh=2,2 place=R,S1'\n";
 
-/* What is asked for. */
+/* The parsed arguments. */
 typedef struct request {
     tb_shape shape;
     tb_dtype dtype; /* TB_DTYPE_NONE: not given */
@@ -44,10 +44,10 @@ typedef struct request {
     tb__grid grid; /* laid out once for all ranks */
     int32_t rank;  /* TB_NO_RANK: all of them */
     bool all;
-    tb__arena arena; /* for the rank being looked at */
+    tb__arena arena; /* for the current rank */
 } request;
 
-/* What one rank holds; valid until the next rank is looked at. */
+/* One rank's part; valid until the next rank's. */
 typedef struct part {
     bool is_empty;
     tb_shape shape;
@@ -233,7 +233,7 @@ static tb_status read_request(const char *const *value, request *r) {
     return status == TB_OK ? TB_OK : tb__fail_within(status, "--layout");
 }
 
-/* Everything but the printing. */
+/* Does everything but the printing. */
 static tb_status prepare(const char *const *value, request *r, tb__text *out, tb__text *picture) {
     TB_TRY(read_request(value, r));
     if (value[SVG])

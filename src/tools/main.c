@@ -105,12 +105,12 @@ static int run(const tool_command *command, char **argv) {
         return tool_fail_status(status);
     tb_log_set(tb__config_log(&config), log_line, NULL);
     exit_status = command->run(&config, value);
-    tb_log_set(TB_LOG_OFF, NULL, NULL); /* what was left out is told */
+    tb_log_set(TB_LOG_OFF, NULL, NULL); /* writes the number of suppressed lines */
     return exit_status;
 }
 
-/* A file opened later must not take the place of a standard stream that the caller closed. Whoever writes to such a
- * stream still gets an error. */
+/* A file opened later must not take the place of a standard stream that the caller closed. Writing to such a stream
+ * still fails. */
 static void occupy_standard_streams(void) {
     if (fcntl(STDIN_FILENO, F_GETFD) < 0)
         open("/dev/null", O_WRONLY | O_CLOEXEC); // NOLINT: it becomes standard input, which can't be read

@@ -4,7 +4,7 @@
 #include <ctype.h>
 #include <string.h>
 
-/* roff takes some characters for commands of its own, and turns others into typographic ones. */
+/* Escapes characters that roff takes for commands, or turns into typographic ones. */
 static void add_plain(tb__text *out, const char *text, size_t length) {
     static const char *const names[] = {
         ['\\'] = "\\(rs", ['-'] = "\\-",   ['\''] = "\\(aq", ['`'] = "\\(ga",
@@ -30,7 +30,7 @@ static void add_heading(tb__text *out, const char *command) {
     tb__text_add(out, " 1 \"\" \"tensorbus %s\" \"tensorbus\"\n.SH NAME\n", tb_version_string());
 }
 
-/* Text that may be filled stands at the margin; what is indented is a table or an example, and stays as it is. */
+/* Unindented text may be filled; indented text is a table or an example, and is kept as it is. */
 static void add_details(tb__text *out, const char *details) {
     bool is_table = false, is_new = true;
     for (const char *line = details; *line;) {
@@ -83,7 +83,7 @@ static void add_exit_status(tb__text *out) {
     tb__text_add(out,
                  ".SH EXIT STATUS\n"
                  ".TP\n%d\nAll went well.\n"
-                 ".TP\n%d\nSomething failed; one sentence on standard error says what.\n"
+                 ".TP\n%d\nSomething failed; the error message is on standard error.\n"
                  ".TP\n%d\nThe options or the input are wrong; one sentence on standard error says how.\n"
                  ".TP\n%d\nThe reader of standard output closed it early, as head(1) does; nothing is said.\n",
                  TOOL_OK, TOOL_FAILED, TOOL_BAD_INPUT, TOOL_UNREAD);

@@ -113,7 +113,7 @@ static void add_pairs(tb__text *out, const json_t *pairs) {
     }
 }
 
-/* What went to a rank or came from it, whichever of its incarnations. */
+/* The bytes sent to a rank or received from it, summed over its incarnations. */
 static int64_t sum_of(const json_t *peers, const char *label, const char *key) {
     size_t i;
     json_t *peer;
@@ -146,7 +146,7 @@ static void add_peers(tb__text *out, const json_t *peers) {
     }
 }
 
-/* One number of each batch. */
+/* Adds one number of each batch. */
 static void add_batch_gauge(tb__text *out, const json_t *batches, const char *name, const char *key, const char *help) {
     size_t i;
     json_t *batch;
@@ -158,7 +158,7 @@ static void add_batch_gauge(tb__text *out, const json_t *batches, const char *na
     }
 }
 
-/* Of the last transfer of each batch: its seconds, or those of its phases. */
+/* Adds the seconds of each batch's last transfer, or those of its phases. */
 static void add_last(tb__text *out, const json_t *batches, bool by_phase) {
     size_t i;
     json_t *batch;

@@ -1,5 +1,5 @@
-/* Memory of a device, as this process sees it: through a copy in host memory, which the device itself reads and writes.
- * Only devices use addresses of their memory. */
+/* Access to memory of a device, through a copy in host memory, which the device itself reads and writes. Only devices
+ * use addresses of their memory. */
 #include "tools/mirror.h"
 
 #include "base/process.h"
@@ -8,7 +8,7 @@
 #include <poll.h>
 #include <string.h>
 
-/* Sets `host`, and opens the device that it is copied by, unless that is the host. */
+/* Sets `host`, and opens the device that copies, unless that is the host. */
 static tb_status open_device(tool_mirror *mirror, const char *device) {
     if (device && strcmp(device, "pinned") != 0 && strcmp(device, tb__host_device_ops.name) != 0) {
         mirror->host = tb__malloc(mirror->nbytes, 1);
@@ -81,7 +81,7 @@ static tb_status copy(const tool_mirror *mirror, void *to, const void *from) {
     tb_status status = device->ops->run(device, job, &(tb__run){0}, &fence);
     if (status == TB_OK)
         status = wait_for(device, &fence);
-    if (status != TB_TIMEOUT) /* of which the device still has need */
+    if (status != TB_TIMEOUT) /* the device still uses it */
         device->ops->release(device, job);
     return status;
 }

@@ -17,7 +17,8 @@ static int find_option(const tool_command *command, const char *name, size_t len
 
 enum { LONGEST_WORD = 32 };
 
-/* How many characters must be inserted, removed, replaced or swapped with the next one to make one word the other. */
+/* The number of characters that must be inserted, removed, replaced or swapped with the next one to turn one word into
+ * the other. */
 static size_t word_distance(const char *a, size_t na, const char *b, size_t nb) {
     size_t row[3][LONGEST_WORD + 1];
     for (size_t j = 0; j <= nb; j++)

@@ -5,7 +5,7 @@
 
 enum { MOST_ROWS = 32 }; /* of a table, unless all are asked for */
 
-/* How a transfer crosses ranks, as chunks will say. */
+/* A transfer's mode, as in chunks. */
 static const char *kind_name(const tool_transfer *t) {
     tb_chunk_mode kind = tool_is_local(t) ? TB_LOCAL : t->ntargets > 1 ? TB_BROADCAST : TB_P2P;
     return tb_chunk_mode_name(kind);
@@ -16,7 +16,7 @@ static int64_t bytes_in_all(const tool_transfer *t) {
     return __builtin_mul_overflow(t->nbytes, t->ntargets, &nbytes) ? INT64_MAX : nbytes;
 }
 
-/* Where something stands, and how much it moves. */
+/* An index, and how much it moves. */
 typedef struct load {
     int64_t nbytes;
     size_t index;
@@ -109,7 +109,7 @@ static int64_t *local_bytes(const tool_plan_view *view) {
     return local;
 }
 
-/* Figures of a rank. Those that say nothing new are left out of the table. */
+/* Figures of a rank. Those without information are left out of the table. */
 enum { SENDS, EGRESS, RECEIVES, KEEPS, REDUCES, NFIGURES };
 
 typedef struct figures {

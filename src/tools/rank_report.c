@@ -1,4 +1,4 @@
-/* What one rank does in a plan: its routes, as a table and as JSON. */
+/* One rank's routes in a plan, as a table and as JSON. */
 #include "tools/tools.h"
 
 #include "base/dtype.h"

@@ -1,4 +1,4 @@
-/* What leaves the program: sentences on standard error, output on standard output or in a file. */
+/* Output of the program: error messages on standard error, results on standard output or in a file. */
 #include "tools/tools.h"
 
 #include "base/log.h"
@@ -41,7 +41,7 @@ static void say(const char *format, va_list args) {
     char sentence[1024];
     tool_hide_line();
     vsnprintf(sentence, sizeof sentence, format, args);
-    for (char *c = sentence; *c; c++) { /* arguments that are quoted may hold anything; a sentence is one line */
+    for (char *c = sentence; *c; c++) { /* quoted arguments may contain anything; a message is one line */
         if (iscntrl((unsigned char)*c))
             *c = '?';
     }
@@ -68,7 +68,7 @@ int tool_fail_status(tb_status status) {
     return tool_fail(is_input ? TOOL_BAD_INPUT : TOOL_FAILED, "%s", tb_error_detail());
 }
 
-/* Consumes the text; the sentence is printed here. */
+/* Consumes the text; prints error messages itself. */
 static int write_to(FILE *file, const char *name, tb__text *text) {
     if (text->failed) {
         tb__text_fini(text);

@@ -1,4 +1,4 @@
-/* Pictures: what the files that draw share. */
+/* Shared by the files that draw pictures. */
 #ifndef TB_TOOLS_SVG_H
 #define TB_TOOLS_SVG_H
 
@@ -55,7 +55,7 @@ void svg_text(svg_canvas *canvas, double x, double y, svg_style style, const cha
 
 double svg_text_width(const char *text, double size); /* about */
 
-/* What fills a cell that these ranks hold: a colour, or stripes that are defined on the way. */
+/* The fill of a cell that these ranks hold: a colour, or stripes, which are defined if necessary. */
 typedef struct svg_fill {
     char text[24];
 } svg_fill;
@@ -63,7 +63,7 @@ typedef struct svg_fill {
 svg_fill svg_rank_fill(svg_canvas *canvas, const int32_t *ranks, size_t count);
 svg_fill svg_hatch(svg_canvas *canvas, const char *colour);
 
-/* The whole document around what was drawn. Consumes the canvas. */
+/* Writes the whole document. Consumes the canvas. */
 void svg_finish(svg_canvas *canvas, double width, const char *title, tb__text *out);
 
 /* ---- A tensor cut up by a layout (svg_cut.c) ----------------------------------------------------------------- */
@@ -106,7 +106,7 @@ typedef struct svg_cell {
     int64_t start[TB_MAX_DIMS], stop[TB_MAX_DIMS];
 } svg_cell;
 
-/* The cell's owners are valid until the next one is asked for. */
+/* The cell's owners are valid until the next call. */
 tb_status svg_cut_cell(svg_cut *cut, size_t row, size_t column, svg_cell *out);
 
 bool svg_cut_is_sampled(const svg_cut *cut);

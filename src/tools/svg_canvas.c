@@ -124,7 +124,7 @@ double svg_text_width(const char *text, double size) {
     return (double)strlen(text) * size * 0.6;
 }
 
-/* The pattern for these ranks, defined where it is new. */
+/* The pattern for these ranks, which is defined on first use. */
 static size_t find_stripes(svg_canvas *canvas, const int32_t *ranks, size_t count) {
     enum { STRIPE = 9 };
     for (size_t i = 0; i < canvas->stripes.count; i++) {

@@ -1,4 +1,4 @@
-/* A tensor cut up by a layout: per dim, the parts between two cuts and who holds them. Because a layout is a product,
+/* A tensor cut up by a layout: per dim, the parts between two cuts and their holders. Because a layout is a product,
  * the cells of the picture are the products of those parts. */
 #include "tools/svg.h"
 
@@ -81,7 +81,7 @@ static size_t scatter(size_t i) {
     return (i * 2654435761U >> 7) % 1024;
 }
 
-/* Parts of a dim: those between two bounds or, where `nsamples` is given, as many of equal size. */
+/* Sets the parts of a dim: those between two bounds or, if `nsamples` is given, as many of equal size. */
 static tb_status set_parts(svg_cut *cut, int d, const bound_list *bounds, size_t nsamples) {
     const tb__axis *axis = &cut->grid.axis[d];
     svg_dim *dim = &cut->dim[d];
@@ -119,7 +119,7 @@ static size_t parts_along(const svg_cut *cut, const int *dims, int ndims) {
     return n;
 }
 
-/* Cuts the dims of one axis; where the parts are too many, the dims share what can be drawn. */
+/* Cuts the dims of one axis; if there are too many parts, the dims share the number that can be drawn. */
 static tb_status cut_axis(svg_cut *cut, const int *dims, int ndims) {
     int ncut = 0;
     size_t most = MOST_PARTS, product = 1;

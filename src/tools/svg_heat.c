@@ -1,5 +1,4 @@
-/* The traffic of a plan as a heat map: source ranks down, target ranks across, and beside it what each sends and gets.
- */
+/* The traffic of a plan as a heat map: source ranks down, target ranks across, and beside it the totals of each. */
 #include "tools/svg.h"
 
 #include "base/int.h"
@@ -164,7 +163,7 @@ static int64_t largest(const side *s) {
     return most;
 }
 
-/* What each source sends, at the right of its row, against the lower bound. */
+/* Draws the bytes that each source sends, at the right of its row, against the lower bound. */
 static void draw_sent(svg_canvas *canvas, const heat *h, int64_t bound) {
     double x = h->x + h->dst.nbins * h->cell + 16, height = h->src.nbins * h->cell, size = fmax(8, fmin(h->cell, 11));
     double most = fmax((double)largest(&h->src), (double)bound);
@@ -184,7 +183,7 @@ static void draw_sent(svg_canvas *canvas, const heat *h, int64_t bound) {
              "lower bound %s", tool_size(bound).text);
 }
 
-/* What each target gets, below its column. */
+/* Draws the bytes that each target receives, below its column. */
 static void draw_received(svg_canvas *canvas, const heat *h) {
     double y = h->y + h->src.nbins * h->cell + 12, most = (double)largest(&h->dst);
     double size = fmax(8, fmin(h->cell, 11)), reach = 40, last = -1e9, widest = 0;

@@ -1,4 +1,4 @@
-/* One side of the picture: the tensor as a rectangle, cut up and coloured by who holds what. */
+/* One side of the picture: the tensor as a rectangle, cut up and coloured by the ranks that hold the parts. */
 #include "tools/svg.h"
 
 #include <inttypes.h>
@@ -8,7 +8,7 @@
 
 enum { LABEL_TEXT = 64 };
 
-/* Puts the text into the rectangle, across or upright, as large as it goes. False: it does not fit. */
+/* Writes the text into the rectangle, across or upright, as large as possible. False: it does not fit. */
 static bool fit_label(svg_canvas *canvas, svg_area area, const char *text, bool is_striped) {
     static const double sizes[] = {14, 12, 10, 8.5};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -70,7 +70,7 @@ static tb_status draw_cells(svg_canvas *canvas, svg_area area, svg_cut *cut, siz
             svg_fill fill =
                 cell.nowners > 0 ? svg_rank_fill(canvas, cell.owners, cell.nowners) : svg_hatch(canvas, SVG_LINE);
             add_tip(&tip, &cut->grid.shape, &cell);
-            bool is_fine = box.w < 6 || box.h < 6; /* lines would hide what they separate */
+            bool is_fine = box.w < 6 || box.h < 6; /* lines would hide the parts */
             svg_rect(canvas, box.x, box.y, box.w, box.h, fill.text, is_fine ? NULL : "#ffffff", tip.data);
             tb__text_fini(&tip);
             *missing += !label_cell(canvas, box, &cell);
@@ -79,7 +79,7 @@ static tb_status draw_cells(svg_canvas *canvas, svg_area area, svg_cut *cut, siz
     return TB_OK;
 }
 
-/* Where an index of the axis' only cut dim stands, in pixels. */
+/* The position of an index of the axis' only cut dim, in pixels. */
 static double position(const svg_dim *dim, int64_t index, double length) {
     return (double)index / (double)dim->length * length;
 }

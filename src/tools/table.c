@@ -1,4 +1,4 @@
-/* Tables with aligned columns, and colours where they are wanted. */
+/* Tables with aligned columns, and optional colours. */
 #include "tools/tools.h"
 
 #include <stdarg.h>
