@@ -2,7 +2,7 @@
  * group leads the group's side of a pair, and knows of all ranks of that side; so one rank of each side writes, however
  * many there are.
  *
- * {"batches":[{"batch":"step","pair":"weights","group":"trainer","state":"ready","why":"","tensors":290,
+ *   {"batches":[{"batch":"step","pair":"weights","group":"trainer","state":"ready","why":"","tensors":290,
  *     "bytes":16060522496,"sent":12,"version":0,"torn":0,"in_doubt":0,"ended":1760000000,
  *     "nmissing":1,"missing":[3],"devices":[["cuda:0",1],["cuda:1",1]]}]}
  *

@@ -1,21 +1,21 @@
 /* The interface of devices: one table of functions each.
  *
- * A device owns a kind of memory, and is the only code that reads or writes tensors in it.
- * Everything else gives it *moves*: strided boxes that are copied, cast, reduced or quantised
- * from one place to another. Moves are prepared once, as a *job*, and run for every version; a
- * run completes a *fence*. Adding a device takes a folder and a line in device.c.
+ * A device owns a kind of memory, and is the only code that reads or writes tensors in it. Everything else gives it
+ * *moves*: strided boxes that are copied, cast, reduced or quantised from one place to another. Moves are prepared
+ * once, as a *job*, and run for every version; a run completes a *fence*. Adding a device takes a folder and a line in
+ * device.c.
  *
- * Rules:  - Only src/device dereferences addresses of tensors.  - One thread at a time calls
- * `run`, `checksum`, `cancel` and `progress`: the driver of the world's loop. Other    threads
- * may call the other functions at the same time.  - Nothing here waits. `run` and `checksum`
- * submit work; fences complete in `progress`, and only there.  - The memory that a job reads and
- * writes belongs to the device from `run` until the fence is done, whatever its    status. A run
- * that was cancelled is done when it does not access memory any more.  - If `run` fails, its
- * fence is never completed. A failure later on is the fence's status and message.  - The device
- * of the destination does a move, unless that is in host memory and the source is not: then the
- * source's    does. So every device can use host memory, and the host device no other.  - Runs of
- * one device may be done in any order, and at the same time, but after the fences in their
- * `after`. */
+ * Rules:
+ *  - Only src/device dereferences addresses of tensors.
+ *  - One thread at a time calls `run`, `checksum`, `cancel` and `progress`: the driver of the world's loop. Other
+ *    threads may call the other functions at the same time.
+ *  - Nothing here waits. `run` and `checksum` submit work; fences complete in `progress`, and only there.
+ *  - The memory that a job accesses belongs to the device from `run` until the fence is done, whatever its status. A
+ *    run that was cancelled is done when it does not access memory any more.
+ *  - If `run` fails, its fence is never completed. A failure later on is the fence's status and message.
+ *  - The device of the destination does a move, unless that is in host memory and the source is not: then the source's
+ *    does. So every device can use host memory, and the host device no other.
+ *  - Runs of one device may be done in any order, and at the same time, but after the fences in their `after`. */
 #ifndef TB_DEVICE_DEVICE_H
 #define TB_DEVICE_DEVICE_H
 
