@@ -507,16 +507,16 @@ class Batch(Handle):
         elif moved:
             transfer._moved, transfer._stream = moved, stream
         self._check_ours()
-        with self._lock:
-            batch = self._get()
-            self._transfers[is_send] = transfer  # before it begins: it is never lost, whatever interrupts this
-            (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
-        if event is not None:
-            try:
+        try:
+            with self._lock:
+                batch = self._get()
+                self._transfers[is_send] = transfer  # before it begins: it is never lost, whatever interrupts this
+                (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
+            if event is not None:
                 transfer._wait(event)
-            except BaseException:
-                transfer.close()
-                raise
+        except BaseException:
+            transfer.close()
+            raise
         return transfer
 
     def _follow(self, moved: list[tuple[Pair, _module.Moved]]) -> list[_module.Moved]:
@@ -585,10 +585,12 @@ class Batch(Handle):
         """Gives the tensors back. A send that was released is waited for; what else is under way is cancelled."""
         for transfer in list(self._transfers.values()):
             transfer._finish(cancels=True)
-        if handle := self._take():
-            self._bus._batches.remove(self)
-            self._destroy(self._bus, lib.tb_batch_destroy, handle, (self._tensors, self._watches))
+        if self._take():
+            self._destroy(self._bus, lib.tb_batch_destroy, (self._tensors, self._watches))
+        if not self._is_inherited:
             self._tensors, self._to_look_at, self._watches = {}, [], []
+        if self in self._bus._batches:
+            self._bus._batches.remove(self)
 
 
 @functools.lru_cache(maxsize=64, typed=True)

@@ -164,6 +164,17 @@ class Bus(Handle):
         for failure in failures:
             raise failure
 
+    def _close_apart(self, made: Handle) -> None:
+        """Closes what a call makes that was left in its thread, once it has ended; at once if there is none."""
+        users = [t for t in self._ending if t.is_alive()]
+
+        def body() -> None:
+            for user in users:
+                user.join()
+            made.close()
+
+        finish_apart(self, body) if users else made.close()
+
     def groups(self, timeout: float | None = None) -> dict[str, Group]:
         """The groups on the bus, by name: how many of their seats are taken, of how many.
 
@@ -321,8 +332,8 @@ class Bus(Handle):
             service.close()
         for pair in list(self._pairs):
             pair.close()
-        if handle := self._take():
-            self._destroy(None, lib.tb_world_destroy, handle, None)
+        if self._take():
+            self._destroy(None, lib.tb_world_destroy, None)
         _live.discard(self)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_void_p
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -37,12 +38,16 @@ class Call(Handle, Generic[_T]):
         super().__init__(what)
         self._owner, self._result, self._done = owner, result, done
         self._out = None if out is None else byref(out)
-        if owner is None:
-            begin(*arguments, byref(self._handle))
+        self._begin, self._arguments = begin, arguments
+
+    def _start(self) -> None:
+        """Begins it, where whatever interrupts that gives it up."""
+        if self._owner is None:
+            self._begin(*self._arguments, byref(self._handle))
             return
-        with owner._use() as handle:
-            owner._calls.append(self)  # before it begins: it is never lost, whatever interrupts this
-            begin(handle, *arguments, byref(self._handle))
+        with self._owner._use() as owner:
+            self._owner._calls.append(self)
+            self._begin(owner, *self._arguments, byref(self._handle))
 
     def _look(self) -> int:
         """-1 if it has ended well; raises its failure; else the descriptor."""
@@ -58,31 +63,44 @@ class Call(Handle, Generic[_T]):
 
     def wait(self) -> _T:
         """Waits until it has ended, by its own deadline at the latest."""
-        try:
+        with self._giving_up():
+            self._start()
             while (fd := self._look()) >= 0:
                 sleep_until_readable(fd)
-        finally:
-            self.close()
         return self._result
 
     def __await__(self) -> Generator[Any, None, _T]:
         return self._await().__await__()
 
     async def _await(self) -> _T:
-        try:
+        with self._giving_up():
+            self._start()
             while (fd := self._look()) >= 0:
                 await readable(fd)
-        finally:
-            self.close()
         return self._result
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Closes it in the end, and what it has made if nobody gets that."""
+        try:
+            try:
+                yield
+            finally:
+                self.close()
+        except BaseException:
+            if self._out is not None:
+                self._result.close()
+            raise
 
     def close(self) -> None:
         """Gives it up if it is under way. It ends soon, but for one whose store does not answer."""
-        if handle := self._take():
-            if self._owner is None or is_readable(lib.tb_call_fd(handle)):
-                lib.tb_call_destroy(handle)
+        with self._lock:
+            is_done = self._owner is None or not self._handle or is_readable(lib.tb_call_fd(self._handle))
+        if self._take():
+            if is_done or self._owner is None:
+                self._destroy_taken(lib.tb_call_destroy)
             else:
-                finish_apart(self._owner, lambda: lib.tb_call_destroy(handle)).join(_PATIENCE_S)
+                finish_apart(self._owner, lambda: self._destroy_taken(lib.tb_call_destroy)).join(_PATIENCE_S)
         if self._owner is not None and self in self._owner._calls:
             self._owner._calls.remove(self)
 

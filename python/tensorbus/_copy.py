@@ -139,10 +139,11 @@ class CopyService(Handle):
 
     def close(self) -> None:
         """Gives it up; runs that need this rank fail from then on. Closing the bus does this first."""
-        if handle := self._take():
-            self._bus._services.remove(self)
-            lib.tb_copy_close(handle)
+        if self._take():
+            self._destroy_taken(lib.tb_copy_close)
             self._held.clear()
+        if self in self._bus._services:
+            self._bus._services.remove(self)
 
 
 def _describe(view: _tensors.View) -> tb_copy_view:
@@ -202,7 +203,10 @@ def copy_service(
     )
     service = CopyService(bus, group, bus.seats[group][1])
     bus.wait(group, timeout)
-    with bus._use() as world:
-        lib.tb_copy_open(world, c_name, c_group, byref(opts), byref(service._handle))
-    bus._services.append(service)
+    bus._services.append(service)  # before it is opened: it is never lost, whatever interrupts this
+    try:
+        bus._make_apart(lambda world: lib.tb_copy_open(world, c_name, c_group, byref(opts), byref(service._handle)))
+    except BaseException:
+        bus._close_apart(service)
+        raise
     return service

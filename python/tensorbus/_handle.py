@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import operator
 import os
 import select
 import threading
@@ -44,6 +46,7 @@ class Handle:
     def __init__(self, what: str) -> None:
         self._what = what
         self._handle = c_void_p()
+        self._taken: Iterator[c_void_p] = iter(())  # to be destroyed, and used no more
         self._lock = threading.RLock()
         self._calls: list[Call[Any]] = []  # that use it, and are under way
         self._ending: list[threading.Thread] = []  # that still use it, for what was given up
@@ -80,27 +83,36 @@ class Handle:
         with self._lock:
             yield self._get()
 
-    def _take(self) -> c_void_p | None:
-        """The handle, which nobody else gets any more; None: somebody else has closed it."""
+    def _take(self) -> bool:
+        """From now on nobody gets the handle. Whether it is still to be destroyed.
+
+        An exception such as KeyboardInterrupt may come between any two steps: what was taken and not destroyed is so by
+        the next ``close``.
+        """
         if self._is_inherited:
-            return None
+            return False
         for call in list(self._calls):
             call.close()
         with self._lock:
-            handle, self._handle = self._handle, c_void_p()
-        return handle if handle else None
+            if self._handle:
+                self._taken, self._handle = iter((self._handle,)), c_void_p()
+        return operator.length_hint(self._taken) > 0
 
-    def _destroy(self, owner: Handle | None, destroy: Callable[..., object], handle: c_void_p, kept: object) -> None:
-        """Destroys the handle after what still uses it: apart if there is any. ``kept`` stays until then."""
+    def _destroy_taken(self, destroy: Callable[..., object]) -> None:
+        """Destroys what was taken, once. No signal is handled between the two halves of that, taking and calling."""
+        collections.deque(map(destroy, self._taken), maxlen=0)
+
+    def _destroy(self, owner: Handle | None, destroy: Callable[..., object], kept: object) -> None:
+        """Destroys it after what still uses it: apart if there is any. ``kept`` stays until then."""
         users = [t for t in self._ending + (owner._ending if owner else []) if t.is_alive()]
         if not users:
-            destroy(handle)
+            self._destroy_taken(destroy)
             return
 
         def body() -> None:
             for user in users:
                 user.join()
-            destroy(handle)
+            self._destroy_taken(destroy)
             del kept_until_then[:]
 
         kept_until_then = [kept]

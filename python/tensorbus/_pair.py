@@ -33,7 +33,7 @@ class Pair(Handle):
 
     def close(self) -> None:
         """Gives the pair up; its batches can't be moved through it any more."""
-        if handle := self._take():
-            self._destroy(self._bus, lib.tb_pair_destroy, handle, None)
+        if self._take():
+            self._destroy(self._bus, lib.tb_pair_destroy, None)
         if self in self._bus._pairs:
             self._bus._pairs.remove(self)

@@ -212,7 +212,7 @@ class Transfer(Handle):
         if not self._is_inherited:
             self._land_if_done()
         if self.is_closed or self._is_inherited:
-            self._batch._transfers.pop(self.is_send, None)
+            self.close()
             return
         if not self._is_committed:
             with self._use() as transfer:
@@ -233,7 +233,7 @@ class Transfer(Handle):
 
     def close(self) -> None:
         """Gives it up: cancels it if it is under way."""
-        if handle := self._take():
-            lib.tb_transfer_destroy(handle)
+        if self._take():
+            self._destroy_taken(lib.tb_transfer_destroy)
         if self._batch._transfers.get(self.is_send) is self:
             del self._batch._transfers[self.is_send]

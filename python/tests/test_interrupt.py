@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import Seat, run
 
 import tensorbus as tb
 
@@ -26,6 +28,7 @@ BLOCKED = {
     "reshard": 'batch.reshard("a", timeout=50)',
     "group": 'bus.wait("nobody", timeout=50)',
     "copy_service": 'bus.enter("c", 0, 2); tb.copy_service(bus, "c", timeout=50)',
+    "open": 'bus.enter("c", 0, 2); idle.enter("c", 1, 2); tb.copy_service(bus, "c", timeout=50)',
     "wait": 'batch.recv(timeout=50, wait=None).wait("arrived", timeout=50)',
 }
 SCRIPT = """
@@ -59,6 +62,47 @@ def test_ctrl_c(name: str, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors
     assert process.returncode == -signal.SIGINT
+
+
+def interrupted(seat: Seat) -> tuple[int, int]:
+    """Moves versions, and is interrupted all the while; a version that was received is whole."""
+    sends, is_armed, nmoved, ninterrupts = seat.group == "a", False, 0, 0
+    rng = random.Random(seat.group)
+
+    def interrupt(*_: object) -> None:
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    with seat.join() as bus:
+        batch = bus.batch("step", commit="shadow")
+        x = np.zeros(1000, np.float32)
+        batch.add(bus.pair("p", "b" if sends else "a", "mesh=1 place=R"), "x", x)
+        batch.register()
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            x[:] = nmoved if sends else x
+            try:
+                is_armed = True
+                signal.setitimer(signal.ITIMER_REAL, rng.random() * 1e-3)
+                (batch.send if sends else batch.recv)(wait="committed", timeout=1.0)
+                is_armed = False
+                nmoved += 1
+            except KeyboardInterrupt:
+                ninterrupts += 1
+            except (tb.Cancelled, tb.Timeout):  # by the other
+                is_armed = False
+            assert (x == x[0]).all()
+        seat.meet()
+    return nmoved, ninterrupts
+
+
+def test_interrupts_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+    found = run(interrupted, tmp_path, {"a": 1, "b": 1})
+    print(found)
+    assert all(nmoved > 0 and ninterrupts > 10 for nmoved, ninterrupts in found.values())
 
 
 def test_asyncio_gives_up(tmp_path: Path) -> None:
