@@ -2,7 +2,7 @@
  *
  * A transport carries bytes between the ranks of a world. The layers above speak to it through wrappers
  * (src/transport/transport.h), which hold the defaults of the optional slots; so a table names only what the transport
- * really does. Adding one takes its folder, a line in src/transport/registry.c and a line in the build; one that lives
+ * really does. Adding one takes its folder, a line in src/transport/transport.h and a line in the build; one that lives
  * in a library of its own is told to the core by tb_transport_register instead.
  *
  * Rules:

@@ -15,11 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tb__device_ops *const built_in[] = {
-#ifdef TB_HAS_CUDA
-    &tb__cuda_device_ops,
-#endif
-    &tb__host_device_ops, NULL};
+#define TABLE_OF(name) &tb__##name##_device_ops,
+static const tb__device_ops *const built_in[] = {TB__BUILT_IN_DEVICES(TABLE_OF) NULL};
 
 const tb__device_ops *const *_Atomic tb__devices = built_in;
 

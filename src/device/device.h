@@ -207,7 +207,15 @@ tb_status tb__device_gate_create(tb__device *device, const void *stream, int64_t
 tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *ops, const tb__move *move, uint32_t k,
                              const void **out);
 
-extern const tb__device_ops tb__host_device_ops;
-extern const tb__device_ops tb__cuda_device_ops; /* if the build has it */
+/* Those of this build, in the order in which they are asked whose memory is: each is a folder with a table
+ * tb__NAME_device_ops. */
+#ifdef TB_HAS_CUDA
+#define TB__CUDA_DEVICE(each) each(cuda)
+#else
+#define TB__CUDA_DEVICE(each)
+#endif
+#define TB__BUILT_IN_DEVICES(each) TB__CUDA_DEVICE(each) each(host)
+#define TB__DECLARE_DEVICE(name)   extern const tb__device_ops tb__##name##_device_ops;
+TB__BUILT_IN_DEVICES(TB__DECLARE_DEVICE)
 
 #endif

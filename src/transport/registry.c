@@ -8,7 +8,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
-static const tb_transport_ops *const built_in[] = {&tb__self_ops, &tb__shm_ops, &tb__ucx_ops, NULL};
+#define TABLE_OF(name) &tb__##name##_ops,
+static const tb_transport_ops *const built_in[] = {TB__BUILT_IN_TRANSPORTS(TABLE_OF) NULL};
 
 const tb_transport_ops *const *_Atomic tb__transports = built_in;
 

@@ -69,7 +69,10 @@ tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piec
 void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
                      size_t npieces);
 
-extern const tb_transport_ops tb__self_ops, tb__shm_ops, tb__ucx_ops;
+/* Those of this build, in order of preference: each is a folder with a table tb__NAME_ops. */
+#define TB__BUILT_IN_TRANSPORTS(each) each(self) each(shm) each(ucx)
+#define TB__DECLARE_TRANSPORT(name)   extern const tb_transport_ops tb__##name##_ops;
+TB__BUILT_IN_TRANSPORTS(TB__DECLARE_TRANSPORT)
 
 /* ---- ucx ------------------------------------------------------------------------------------------------------- */
 
