@@ -114,8 +114,8 @@ int tool_inspect_agent(const char *socket, const char *token_file, bool is_json)
 
 /* The document that the page of `agent --http` and `dashboard` shows, as docs/operations.md describes it. */
 json_t *tool_view_create(const char *title);
-/* One agent of it: its report, which is not kept; NULL: there is none, and why. The seat says which one it was, if that is
- * known. */
+/* One agent of it: its report, which is not kept; NULL: there is none, and why. The seat says which one it was, if that
+ * is known. */
 void tool_view_add_agent(json_t *view, const char *where, const json_t *report, const char *why, bool has_ended,
                          const json_t *seat);
 tb_status tool_view_dump(json_t *view, char **out); /* frees the view */
