@@ -414,8 +414,8 @@ static void block_drop(const block *b, char *memory) {
     block_free(b, memory);
 }
 
-/* Some blocks get other memory, and the old one is freed; with `invalidates`, the library hears that it is gone before it
- * hears of the new one. */
+/* Some blocks get other memory, and the old one is freed; with `invalidates`, the library hears that it is gone before
+ * it hears of the new one. */
 static void move_blocks(worker *w, bool invalidates) {
     char *before[2 * BATCH_MAX_TENSORS];
     at(w, "moves its tensors");
