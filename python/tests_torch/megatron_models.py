@@ -104,9 +104,10 @@ def model(
     tied: bool = False,
     first_stage: int | None = None,
     dtype: Any = torch.float32,
+    **options: Any,
 ) -> GPTModel:
-    """A small GPTModel; this rank's part of it."""
-    config = TransformerConfig(
+    """A small GPTModel; this rank's part of it. ``options`` are more of its configuration, or other values."""
+    wanted: dict[str, Any] = dict(
         num_layers=layers,
         hidden_size=96,
         num_attention_heads=12,
@@ -137,12 +138,18 @@ def model(
             }
         ),
     )
+    config = TransformerConfig(**(wanted | options))
     stage = pgs.pp.rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False),
+            transformer_layer_spec=get_gpt_layer_local_spec(
+                num_experts=experts,
+                moe_grouped_gemm=False,
+                qk_layernorm=config.qk_layernorm,
+                normalization=config.normalization,
+            ),
             vocab_size=_VOCABULARY,
             max_sequence_length=8,
             pre_process=stage == 0,

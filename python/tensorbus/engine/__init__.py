@@ -3,6 +3,7 @@
 ``trace`` is for every module that has a ``load_weights``; ``Sender`` and ``Receiver`` are the two ends of updates.
 """
 
+from ._megatron import from_megatron
 from ._receiver import Pause, Receiver
 from ._record import Piece
 from ._sender import Sender, pass_on
@@ -29,6 +30,7 @@ __all__ = [
     "as_source",
     "compare",
     "from_checkpoint",
+    "from_megatron",
     "from_module",
     "from_torchtitan",
     "hash_boxes",

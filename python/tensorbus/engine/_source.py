@@ -105,9 +105,9 @@ def from_checkpoint(folder: str | Path) -> Source:
 
 # Names of one expert's matrices in checkpoints, by model_type; transformers has them packed as gate_up_proj and
 # down_proj. The default is that of Qwen, OLMoE, DeepSeek and others.
-_EXPERTS: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
+EXPERTS: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
 _PACKED_IN_CHECKPOINT = ("gpt_oss", "llama4_text")
-_RENAMED: Mapping[str, tuple[str, str]] = {"mixtral": (".mlp.", ".block_sparse_moe.")}
+RENAMED: Mapping[str, tuple[str, str]] = {"mixtral": (".mlp.", ".block_sparse_moe.")}
 
 
 def from_module(module: Any, *, mesh: Any = None, ranks: RankMap | None = None, reshard: bool = False) -> Source:
@@ -117,8 +117,8 @@ def from_module(module: Any, *, mesh: Any = None, ranks: RankMap | None = None, 
     """
     watch = Watch(module, buffers=False, reshard=reshard, ranks=ranks, mesh=mesh)
     kind = getattr(getattr(module, "config", None), "model_type", "")
-    gate, up, down = _EXPERTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
-    old, new = _RENAMED.get(kind, ("", ""))
+    gate, up, down = EXPERTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
+    old, new = RENAMED.get(kind, ("", ""))
     made = Source(watches=[watch])
     made.ties = dict(watch.ties)
     for plain, view in watch.views.items():

@@ -86,6 +86,7 @@ def verify(
     ``torch.distributed`` does by default. The result is the same on all ranks.
     """
     source = as_source(source)
+    source.refresh()
     wanted: dict[str, set[_Key]] = {}
     for one in hashes:
         for name, _, dtype, start, length, _ in one["boxes"]:
