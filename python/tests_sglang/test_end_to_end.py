@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,13 +47,15 @@ class Server:
             *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"),
             *("--skip-tokenizer-init", "--skip-server-warmup", "--disable-overlap-schedule", "--disable-cuda-graph"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--context-length", "64"),
-            *("--max-total-tokens", "512", "--max-running-requests", "2", "--mem-fraction-static", "0.1"),
+            *("--max-total-tokens", "512", "--max-running-requests", "2", "--mem-fraction-static", "0.9"),
             *("--custom-weight-loader", "tensorbus.sglang.load", *options),
         ]
+        cores = sorted(os.sched_getaffinity(0))
         env = os.environ | {
             "PYTHONPATH": f"{HERE / 'kernels'}:{HERE.parent}",
             "SGLANG_USE_CPU_ENGINE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(size)),
         }
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
@@ -181,6 +184,7 @@ def test_versions(
             assert tokens == wanted[version][1], f"{kind} {ranks}, version {version}"
             assert weight_version == f"step {i + 1}"
             print(f"{family} tp {size} {shadow}, {kind} {ranks}: version {version} equal, {seconds:.3f} s")
+    assert server.log.read_text().count("100.0% of the bytes, go the direct way") == size
 
 
 def test_what_fails_is_named_and_changes_nothing(tmp_path: Path, models: Path, servers: Any) -> None:
@@ -206,9 +210,12 @@ def test_what_fails_is_named_and_changes_nothing(tmp_path: Path, models: Path, s
 
 
 def test_an_engine_that_is_refused_is_named(tmp_path: Path, models: Path, servers: Any) -> None:
-    path = make_model(models, 1)
-    server = servers(path, 1, "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj")
+    """One that has made its weights itself: no checkpoint says what its loaders take."""
+    path, empty = make_model(models, 1), tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(path / "config.json", empty)
+    server = servers(empty, 1, "--load-format", "dummy")
     began = time.monotonic()
-    with pytest.raises(tb.Refused, match=r"LoRA \(--enable-lora\) wraps modules"):
+    with pytest.raises(tb.Refused, match=f"{empty} is no folder with files"):
         sglang.Trainer(f"unix:{tmp_path}/bus", 0, 1, path, server.url, timeout=60.0)
     assert time.monotonic() - began < 50

@@ -7,6 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from ..engine._record import Recorded
 from ._call import Request, decode, tell
 
 logger = logging.getLogger(__name__)
-_receivers: weakref.WeakKeyDictionary[Any, tuple[tb_engine.Receiver, str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is there of a model that was traced."""
+
+    traces: list[tb_engine.Trace]  # of all workers
+    receiver: tb_engine.Receiver | None = None
+    shadow: str = ""
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def load(model: Any, named_tensors: Any) -> None:
@@ -58,27 +70,17 @@ def _gather(mine: Any, parallel: Any) -> list[Any]:
 
 def _begin(model: Any, request: Request, parallel: Any) -> None:
     """Traces the model when a trainer comes first, and meets the trainer."""
-    from sglang.srt.model_loader.loader import post_load_weights
-
-    known = _receivers.get(model)
-    if known is not None and known[1] == request.shadow:
-        receiver = known[0]
-    else:
-        mine: Any
-        try:
-            mine = _trace(model, request)
-        except Exception as failed:
-            logger.exception("tensorbus: the model could not be traced")
-            mine = f"{type(failed).__name__}: {failed}"
-        finally:
-            post_load_weights(model)  # what loaders derive from weights was derived from random ones, too
-        traces = _gather(mine, parallel)
-        for rank, each in enumerate(traces):
-            if isinstance(each, str):
-                raise Refused(f"tensor-parallel rank {rank} has not traced its model: {each}")
-        receiver = tb_engine.Receiver(model, traces, parallel.tp_rank, request.shadow)
-        _receivers[model] = receiver, request.shadow
-        logger.info("tensorbus: %s", mine.report())
+    _refuse(model, request.shadow)
+    known = _known.get(model)
+    if known is None:  # what was loaded from the checkpoint is there as long as no trainer has sent a version
+        known = _known[model] = _Known(_trace_all(model, parallel))
+        logger.info("tensorbus: %s", known.traces[parallel.tp_rank].report())
+    receiver = known.receiver
+    if receiver is None or known.shadow != request.shadow:
+        if receiver is not None:
+            receiver.close()
+        receiver = known.receiver = tb_engine.Receiver(model, known.traces, parallel.tp_rank, request.shadow)
+        known.shadow = request.shadow
         logger.info(
             "tensorbus: %d bytes of memory for what arrives (shadow=%s)", receiver.shadow_nbytes, request.shadow
         )
@@ -93,13 +95,32 @@ def _begin(model: Any, request: Request, parallel: Any) -> None:
     )
 
 
+def _trace_all(model: Any, parallel: Any) -> list[Any]:
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    mine: Any
+    try:
+        mine = _trace(model)
+    except Exception as failed:
+        logger.exception("tensorbus: the model could not be traced")
+        mine = f"{type(failed).__name__}: {failed}"
+    finally:
+        post_load_weights(model)  # what loaders derive from weights was derived from random ones, too
+    traces = _gather(mine, parallel)
+    for rank, each in enumerate(traces):
+        if isinstance(each, str):
+            raise Refused(f"tensor-parallel rank {rank} has not traced its model: {each}")
+    return traces
+
+
 def _update(model: Any) -> None:
     """Receives a version, votes for it, and takes it when all workers have voted."""
     from sglang.srt.model_loader.loader import post_load_weights
 
-    if model not in _receivers:
+    known = _known.get(model)
+    if known is None or known.receiver is None:
         raise Refused("no trainer has been met")
-    receiver = _receivers[model][0]
+    receiver = known.receiver
     receiver.receive()
     done = receiver.commit()
     began = time.perf_counter()
@@ -115,11 +136,10 @@ def _update(model: Any) -> None:
     )
 
 
-def _trace(model: Any, request: Request) -> tb_engine.Trace:
+def _trace(model: Any) -> tb_engine.Trace:
     from sglang.srt.runtime_context import get_context
 
     leaf = get_context().config_leaf
-    _refuse(model, leaf, request.shadow)
     folder = Path(leaf("model_path"))
     headers = tb_engine.read_headers(folder) if folder.is_dir() else {}
     if not headers:
@@ -133,8 +153,11 @@ def _trace(model: Any, request: Request) -> tb_engine.Trace:
         return tb_engine.trace(model, headers, process=_process, loaded=loaded)
 
 
-def _refuse(model: Any, leaf: Any, shadow: str) -> None:
+def _refuse(model: Any, shadow: str) -> None:
     """What has no test is refused, by name."""
+    from sglang.srt.runtime_context import get_context
+
+    leaf = get_context().config_leaf
     for is_used, what in (
         (leaf("enable_eplb"), "expert load balancing (--enable-eplb) moves experts"),
         (leaf("enable_lora"), "LoRA (--enable-lora) wraps modules"),
