@@ -101,9 +101,25 @@ def test_killed_trainers(tmp_path: Path, size: int) -> None:
         engine.close()
 
 
+class Killer(Remote):
+    """A client that kills a worker in one of its calls."""
+
+    def __init__(self, socket: str) -> None:
+        super().__init__(socket)
+        self.victim, self.call_to_kill_in = 0, ""
+
+    def call(self, method: str, *args: Any) -> Any:
+        if method == self.call_to_kill_in:
+            kill = (self.victim, signal.SIGKILL)
+            if method == "update_weights":  # meanwhile
+                threading.Timer(random.uniform(0.0, 0.01), os.kill, kill).start()
+            else:
+                os.kill(*kill)
+        return super().call(method, *args)
+
+
 def test_killed_workers(tmp_path: Path) -> None:
     simulate.begin()
-    kills = int(os.environ.get("TB_WORKER_KILLS", "3"))
     paths = {v: families.make("Llama", tmp_path, v) for v in VERSIONS}
     versions = {v: [simulate.hashes(simulate.cold_load(p, rank, 2)[0]) for rank in range(2)] for v, p in paths.items()}
     source = tb_engine.from_checkpoint(paths[1])
@@ -113,42 +129,34 @@ def test_killed_workers(tmp_path: Path) -> None:
         for name, (tensor, _) in source.tensors.items():
             tensor.copy_(contents[version].tensors[name][0])
 
-    def start(life: int) -> Engine:
+    def start(life: int) -> tuple[Engine, Killer]:
         folder = tmp_path / f"life{life}"
         folder.mkdir()
         began = time.monotonic()
         made = Engine(folder, paths[1], 2, "device")
         print(f"vLLM has started in {time.monotonic() - began:.0f} s", flush=True)
-        return made
+        return made, Killer(made.socket)
 
-    engine = start(0)
-    sender = tb_engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, engine.remote, timeout=60.0)
+    engine, client = start(0)
+    sender = tb_engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, client, timeout=60.0)
     try:
         fill(2)
-        began = time.monotonic()
         sender.send()
-        seconds = time.monotonic() - began
-        assert engine.remote.call("hashes") == versions[2]
-        for life in range(1, kills + 1):
+        assert client.call("hashes") == versions[2]
+        for life, call in enumerate(("update_weights", "finish_weight_update", "start_weight_update"), 1):
             version = 2 + life % 2
             fill(version)
-            pid = engine.remote.call("pids")[life % 2]
-            killer = threading.Timer(seconds * random.uniform(0.0, 0.9), os.kill, (pid, signal.SIGKILL))
-            killer.start()
-            lost: tb.Error | None = None
-            try:
+            client.victim, client.call_to_kill_in = client.call("pids")[life % 2], call
+            with pytest.raises(tb.Error) as lost:
                 sender.send()
-            except tb.Error as error:
-                lost = error
-            killer.join()
-            print(f"kill {life}: {lost or 'came after the update'}", flush=True)
-            assert lost is None or lost.group == "engine" or str(lost).startswith("engine 'engine' has failed in ")
+            print(f"a worker killed in {call}: {type(lost.value).__name__}: {lost.value}", flush=True)
+            assert lost.value.group == "engine" or str(lost.value).startswith("engine 'engine' has failed in ")
             engine.kill()
-            engine = start(life)
-            assert engine.remote.call("hashes") == versions[1]
-            sender.add("engine", engine.remote)
+            engine, client = start(life)
+            assert client.call("hashes") == versions[1]
+            sender.add("engine", client)
             sender.send(engine="engine")
-            assert engine.remote.call("hashes") == versions[version]
+            assert client.call("hashes") == versions[version]
         sender.close()
     finally:
         engine.kill()
