@@ -11,7 +11,7 @@ import engine_model as em
 import jobs
 import pytest
 import torch
-from test_engine import FALLBACKS, trace
+from test_engine import FALLBACKS, hashes, trace
 
 import tensorbus as tb
 from tensorbus import engine
@@ -70,6 +70,39 @@ def test_checkpoint(tmp_path: Path, size: int) -> None:
         f"'{piece.param}' of rank {last} differs from 'layers.1.gate.weight' in [{row}:{row + 1}, 2:3]: "
         f"1 of {elements} elements"
     )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_modules_of_the_engines_own_loader(tmp_path: Path, size: int) -> None:
+    """They have what that makes of the checkpoint's tensors, or are named; comparing them changes nothing."""
+    old = em.random_checkpoint(CONFIG, 1)
+    models = [em.cold_load(CONFIG, old, rank, size) for rank in range(size)]
+    traces = [trace(model, old) for model in models]
+    receivers = [engine.Receiver(model, traces, rank, "off") for rank, model in enumerate(models)]
+    rank, folder = size - 1, _save(tmp_path / "same", _fitting(1))
+    model, receiver = models[rank], receivers[rank]
+
+    def load() -> None:
+        em.reload(model, {name: t.clone() for name, t in receiver.whole.items()}, receiver.targets.reasons)
+
+    assert set(engine.verify([receiver.hashes(load)], folder).unchecked) == FALLBACKS  # nothing was loaded so far
+    receiver.fill(old)
+    assert set(engine.verify([receiver.hashes()], folder).unchecked) == FALLBACKS
+    found = engine.verify([receiver.hashes(load)], folder)
+    assert (found.differences, found.unchecked) == ([], {})
+    name = "layers.1.packed.weight"
+    dict(model.named_parameters())[name].data[2, 1] += 1
+    before = hashes(model)
+    for found in engine.verify([receiver.hashes(load)], folder), receiver.compare(folder, load):
+        (one,) = found.differences
+        where = "differs from what the engine's own loader makes of its tensors in [2:3, 1:2]: 1 of "
+        assert str(one).startswith(f"'{name}' of rank {rank} {where}")
+        assert hashes(model) == before
+    changed = _fitting(1)
+    changed["layers.0.norm.weight"][3] += 1
+    other = _save(tmp_path / "other", changed)
+    assert {d.name for d in engine.verify([receiver.hashes(load)], other).differences} == {"", "layers.0.norm.weight"}
+    assert "'layers.0.norm' of rank" in str(receiver.compare(other, load))
 
 
 def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

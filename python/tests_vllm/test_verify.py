@@ -6,21 +6,39 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import families
+import pytest
 from test_end_to_end import HERE, START_S, _environment
 
+# Rank 1 has rows 64 to 127 of each matrix; row 70 of the two together is row 6 of the second.
+CASES = [
+    (
+        "Llama",
+        ("model.layers.1.mlp.gate_up_proj.weight", "70", "5"),
+        "'model.layers.1.mlp.up_proj.weight' in [64:128, 0:256]: its hash is ",
+        "'model.layers.1.mlp.up_proj.weight' in [70:71, 5:6]: 1 of 16384 elements",
+    ),
+    (  # whose experts vLLM loads itself, and packs
+        "Qwen3-MoE",
+        ("model.layers.1.mlp.experts.routed_experts.w13_weight", "2", "7", "5"),
+        *2 * ("what the engine's own loader makes of its tensors in [2:3, 7:8, 5:6]: 1 of ",),
+    ),
+]
 
-def test_an_element_of_one_worker(tmp_path: Path) -> None:
-    model = families.make("Llama", tmp_path, 1)
-    command = [sys.executable, str(HERE / "verify_program.py"), str(model)]
+
+@pytest.mark.parametrize(("family", "poke", "by_hashes", "by_workers"), CASES, ids=[case[0] for case in CASES])
+def test_an_element_of_one_worker(
+    tmp_path: Path, family: str, poke: tuple[str, ...], by_hashes: str, by_workers: str
+) -> None:
+    model = families.make(family, tmp_path, 1)
+    command = [sys.executable, str(HERE / "verify_program.py"), str(model), *poke]
     ran = subprocess.run(command, env=_environment(tmp_path), capture_output=True, text=True, timeout=2 * START_S)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
     (line,) = [line for line in ran.stdout.splitlines() if line.startswith("found: ")]
-    before, after, by_workers = json.loads(line.removeprefix("found: "))
-    assert before == []
-    # Rank 1 has rows 64 to 127 of each matrix; row 70 of the two together is row 6 of the second.
-    where = "'model.layers.1.mlp.gate_up_proj.weight' of rank 1 differs from 'model.layers.1.mlp.up_proj.weight' in "
-    assert len(after) == 1
-    assert after[0].startswith(where + "[64:128, 0:256]: its hash is ")
-    assert by_workers == [[], [where + "[70:71, 5:6]: 1 of 16384 elements"]]
+    found: Any = json.loads(line.removeprefix("found: "))
+    assert found[:2] == [[], {}]
+    (one,), ((), (its,)) = found[2:]
+    assert one.startswith(f"'{poke[0]}' of rank 1 differs from {by_hashes}")
+    assert its.startswith(f"'{poke[0]}' of rank 1 differs from {by_workers}")

@@ -1,6 +1,7 @@
 """An engine of two workers, compared with a checkpoint before and after an element of one worker has been changed.
 
-verify_program.py MODEL prints a JSON list: differences before, afterwards, and what the workers find themselves.
+verify_program.py MODEL PARAMETER INDEX... prints a JSON list: differences and modules that were not compared before,
+differences afterwards, and what the workers find themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class WorkerExtension(tensorbus.vllm.WorkerExtension):
     model_runner: Any
     rank: int
 
-    def poke(self, rank: int, name: str, row: int, column: int) -> None:
+    def poke(self, rank: int, name: str, at: list[int]) -> None:
         if self.rank == rank:
-            dict(self.model_runner.get_model().named_parameters())[name].data[row, column] += 1
+            dict(self.model_runner.get_model().named_parameters())[name].data[tuple(at)] += 1
 
 
-def main(model: str) -> None:
+def main(model: str, parameter: str, *at: str) -> None:
     from vllm import LLM
 
     llm = LLM(
@@ -39,14 +40,15 @@ def main(model: str) -> None:
         worker_extension_cls="verify_program.WorkerExtension",
     )
 
-    def verify() -> list[str]:
-        return [str(d) for d in engine.verify(llm.collective_rpc("tensorbus_weight_hashes"), model).differences]
+    def verify() -> engine.Verified:
+        return engine.verify(llm.collective_rpc("tensorbus_weight_hashes"), model)
 
-    found: list[Any] = [verify()]
-    llm.collective_rpc("poke", args=(1, "model.layers.1.mlp.gate_up_proj.weight", 70, 5))
-    found += [verify(), llm.collective_rpc("tensorbus_compare", args=(model,))]
+    before = verify()
+    found: list[Any] = [[str(d) for d in before.differences], before.unchecked]
+    llm.collective_rpc("poke", args=(1, parameter, [int(i) for i in at]))
+    found += [[str(d) for d in verify().differences], llm.collective_rpc("tensorbus_compare", args=(model,))]
     print("found: " + json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

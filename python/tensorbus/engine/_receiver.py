@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from .._pair import Pair
 from ._sender import VOTE
 from ._targets import Targets, make_targets
 from ._trace import Trace, locate
-from ._verify import Hashes, Verified, compare, hash_boxes
+from ._verify import Hashes, Loaded, Verified, compare, hash_boxes, load_again
 
 SHADOWS = ("device", "pinned", "off")
 
@@ -52,12 +52,16 @@ class Receiver:
         self._pair: Pair
         self._data: Batch
         self._vote: Batch
-        self._is_unmapped, self._is_whole = is_unmapped, False
+        self._is_unmapped, self._is_whole, self._is_filled = is_unmapped, False, False
         self.version = 0
         self._began = 0.0
         params = {name: p.data for name, p in model.named_parameters()} | dict(model.named_buffers())
         pieces = [t.pieces[index] for t in self.targets.tensors if t.pieces is not None and index in t.pieces]
         self._live = {name: params[name] for name in sorted({piece.param for piece in pieces})}
+        # Modules that do not go the direct way, and for which of them each whole tensor is.
+        self._model, mine = model, traces[index]
+        self.by_loader = [name for name in self.targets.reasons if name in mine.modules]
+        self._modules = {source: name for name in self.by_loader for source in mine.modules[name].sources}
         self._landing = {name: _shadow(live, shadow) for name, live in self._live.items()}
         device = next((p.device for p in self._live.values()), torch.device("cpu"))
         self.whole = {  # for the engine's own loader
@@ -66,7 +70,7 @@ class Receiver:
             if t.pieces is None
         }
         # Constants, which no version brings, have to be kept where memory loses its contents.
-        direct = {name for name in traces[index].modules if name not in self.targets.reasons}
+        direct = {name for name in mine.modules if name not in self.targets.reasons}
         constants = {n: p.numel() for n, p in params.items() if n.rpartition(".")[0] in direct}
         for piece in pieces:
             constants[piece.param] -= math.prod(piece.size)
@@ -152,7 +156,7 @@ class Receiver:
         self._began = time.perf_counter()
         if self._bus is None:
             raise Refused("no trainer has called init_weight_transfer_engine")
-        self._is_whole = False
+        self._is_whole = self._is_filled = False
         if self._shadow != "off":
             self._data.recv(timeout=self._timeout)
 
@@ -182,13 +186,29 @@ class Receiver:
             self._unregister()
         return Pause(now - decided, now - self._began)
 
-    def hashes(self) -> Hashes:
-        """Of all that this rank has copied from the trainer's tensors, for ``verify``."""
-        return hash_boxes(self._live, self.targets, self._index)
+    def fill(self, tensors: Mapping[str, Any]) -> None:
+        """Says what the engine's own loader has loaded when the engine was made."""
+        for name, whole in self.whole.items():
+            whole.copy_(tensors[name])
+        self._is_filled = True
 
-    def compare(self, folder: str | Path) -> Verified:
+    def hashes(self, load: Callable[[], None] | None = None) -> Hashes:
+        """Of all that this rank has of the trainer's tensors, for ``verify``.
+
+        ``load`` is the engine's own loader of ``whole``. It is run again, to see that modules that do not go the direct
+        way have what it makes of these tensors; nobody may use the model meanwhile.
+        """
+        return hash_boxes(self._live, self.targets, self._index, self._load_again(load))
+
+    def compare(self, folder: str | Path, load: Callable[[], None] | None = None) -> Verified:
         """Whether this rank has what a checkpoint has."""
-        return compare(self._live, self.targets, self._index, folder)
+        return compare(self._live, self.targets, self._index, folder, self._load_again(load))
+
+    def _load_again(self, load: Callable[[], None] | None) -> Loaded | None:
+        """None: they were not compared."""
+        if load is None or not (self._is_whole or self._is_filled):
+            return None
+        return load_again(self._model, list(self.by_loader), self.whole, self._modules, load)
 
     def give(self, url: str, group: str, engine: str, token: str | None, timeout: float) -> None:
         """Sends the version that this engine has to one of the same kind, as group ``group``, in a trainer's place."""

@@ -35,14 +35,15 @@ class Difference:
 
     param: str
     rank: int  # of the engine
-    name: str  # of the checkpoint tensor
-    start: tuple[int, ...]  # in that
+    name: str  # of the checkpoint tensor; "" for what the engine's own loader makes of several
+    start: tuple[int, ...]  # in that, or in the parameter
     size: tuple[int, ...]
     why: str
 
     def __str__(self) -> str:
         box = ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True))
-        return f"'{self.param}' of rank {self.rank} differs from '{self.name}' in [{box}]: {self.why}"
+        source = f"'{self.name}'" if self.name else "what the engine's own loader makes of its tensors"
+        return f"'{self.param}' of rank {self.rank} differs from {source} in [{box}]: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Verified:
 
     differences: list[Difference]
     nelements: int  # that were compared, on all ranks of the engine
-    unchecked: dict[str, str]  # modules whose weights are no copies, and why: the engine's own loader has computed them
+    unchecked: dict[str, str]  # modules that were not compared, and why
 
     def __str__(self) -> str:
         lines = [f"{len(self.differences)} differences in {self.nelements} elements"]
@@ -59,16 +60,76 @@ class Verified:
         return "\n".join(lines + [f"'{name}' was not compared: {why}" for name, why in self.unchecked.items()])
 
 
-def hash_boxes(params: Mapping[str, Any], targets: Targets, rank: int) -> Hashes:
-    """The hashes of all that a rank of the engine has copied from the checkpoint."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the engine's own loader has loaded: whole checkpoint tensors, and what it has made of them."""
+
+    tensors: Mapping[str, Any]  # by checkpoint tensor
+    modules: Mapping[str, str]  # the module that each is for
+    changed: Sequence[tuple[str, Sequence[int], Sequence[int], str]]  # parameter, start, size, why
+    unchecked: Mapping[str, str]  # modules whose memory can't be read, and why
+
+
+def load_again(
+    model: Any, names: Sequence[str], whole: Mapping[str, Any], modules: Mapping[str, str], load: Any
+) -> Loaded:
+    """Runs ``load``, the engine's own loader of ``whole``, once more: whether modules have then what they had before.
+
+    They have it again afterwards. Nobody may use the model meanwhile.
+    """
+    kept, unchecked = dict[str, tuple[str, Any]](), dict[str, str]()
+    for name in names:
+        tensors = _tensors_of(model, name)
+        kept |= {key: (name, t.detach().to("cpu", copy=True)) for key, t in tensors.items()}
+        if not tensors:
+            unchecked[name] = "its parameters are empty: the engine keeps its weights elsewhere"
+    load()
+    changed = []
+    for key, (name, had) in kept.items():
+        now = _tensors_of(model, name).get(key)
+        if now is None or (now.shape, now.dtype) != (had.shape, had.dtype):
+            unchecked[name] = f"loading it again replaces '{key}'"
+            continue
+        start, size, count = _box_of(_bits(had) != _bits(now.detach().cpu()))
+        if count:
+            changed.append((key, start, size, f"{count} of {had.numel()} elements"))
+            with torch.no_grad():
+                now.copy_(had)
+    return Loaded(whole, modules, changed, unchecked)
+
+
+def _tensors_of(model: Any, name: str) -> dict[str, Any]:
+    module = model.get_submodule(name)
+    own = {**module._parameters, **module._buffers}
+    return {f"{name}.{key}" if name else key: t for key, t in own.items() if t is not None and t.numel()}
+
+
+def _box_of(at: Any) -> tuple[list[int], list[int], int]:
+    """The smallest box that has all that is true: start, size; and how many elements that are."""
+    found = at.nonzero()
+    if not len(found):
+        return [], [], 0
+    first, last = found.min(0).values.tolist(), found.max(0).values.tolist()
+    return first, [b - a + 1 for a, b in zip(first, last, strict=True)], len(found)
+
+
+def hash_boxes(params: Mapping[str, Any], targets: Targets, rank: int, loaded: Loaded | None = None) -> Hashes:
+    """The hashes of all that a rank of the engine has copied from the checkpoint, or has given to its own loader."""
     boxes = []
-    for target, piece in _pieces(targets, rank):
-        part = locate(piece, params[piece.param].detach())
+    parts = [(t, p.param, p.start, locate(p, params[p.param].detach())) for t, p in _pieces(targets, rank)]
+    if loaded is not None:
+        for t in targets.tensors:
+            if t.pieces is None and t.source in loaded.modules:
+                parts.append((t, loaded.modules[t.source], (0,) * len(t.shape), loaded.tensors[t.source]))
+    for target, param, first, part in parts:
         dtype = str(part.dtype).removeprefix("torch.")
-        for at, start, size in _tiles(piece):
+        for at, start, size in _tiles(first, tuple(part.shape)):
             found = hash_box(part[at : at + size[0]] if size else part, target.shape, start)
-            boxes.append([target.source, piece.param, dtype, list(start), list(size), found])
-    return {"rank": rank, "boxes": boxes, "unchecked": dict(targets.reasons)}
+            boxes.append([target.source, param, dtype, list(start), list(size), found])
+    if loaded is None:
+        return {"rank": rank, "boxes": boxes, "changed": [], "unchecked": dict(targets.reasons)}
+    changed = [[param, list(start), list(size), why] for param, start, size, why in loaded.changed]
+    return {"rank": rank, "boxes": boxes, "changed": changed, "unchecked": dict(loaded.unchecked)}
 
 
 def verify(
@@ -105,6 +166,8 @@ def verify(
     nelements, unchecked = 0, dict[str, str]()
     for one in hashes:
         unchecked |= one["unchecked"]
+        for param, start, length, why in one.get("changed", ()):
+            differences.append(Difference(param, one["rank"], "", tuple(start), tuple(length), why))
         for name, param, dtype, start, length, value in one["boxes"]:
             replicas = found.get((name, tuple(start), tuple(length), dtype), {})
             nelements += math.prod(length)
@@ -114,10 +177,12 @@ def verify(
     return Verified(differences, nelements, unchecked)
 
 
-def compare(params: Mapping[str, Any], targets: Targets, rank: int, folder: str | Path) -> Verified:
+def compare(
+    params: Mapping[str, Any], targets: Targets, rank: int, folder: str | Path, loaded: Loaded | None = None
+) -> Verified:
     """Compares what one rank of the engine has with a checkpoint that it can read; tells the smallest boxes."""
     source = from_checkpoint(folder)
-    hashes = hash_boxes(params, targets, rank)
+    hashes = hash_boxes(params, targets, rank, loaded)
     verified = verify([hashes], source)
     differences = []
     for d in verified.differences:
@@ -125,16 +190,18 @@ def compare(params: Mapping[str, Any], targets: Targets, rank: int, folder: str 
         if held is None:
             differences.append(d)
             continue
-        piece = next(p for t, p in _pieces(targets, rank) if (t.source, p.param) == (d.name, d.param) and _has(p, d))
+        its = (p for t, p in _pieces(targets, rank) if (t.source, p.param) == (d.name, d.param) and _has(p, d))
         box = tuple(slice(a, a + n) for a, n in zip(d.start, d.size, strict=True))
-        inside = tuple(slice(s.start - a, s.stop - a) for s, a in zip(box, piece.start, strict=True))
-        has = locate(piece, params[piece.param].detach())[inside].cpu().contiguous()
-        wants = held[0][box].to(has.dtype).contiguous()
-        at = (_bits(has) != _bits(wants)).nonzero()
-        first, last = at.min(0).values.tolist(), at.max(0).values.tolist()
+        if (piece := next(its, None)) is not None:
+            inside = tuple(slice(s.start - a, s.stop - a) for s, a in zip(box, piece.start, strict=True))
+            has = locate(piece, params[piece.param].detach())[inside]
+        else:
+            assert loaded is not None
+            has = loaded.tensors[d.name][box]
+        has = has.cpu().contiguous()
+        first, size, count = _box_of(_bits(has) != _bits(held[0][box].to(has.dtype).contiguous()))
         start = tuple(a + f for a, f in zip(d.start, first, strict=True))
-        size = tuple(b - a + 1 for a, b in zip(first, last, strict=True))
-        differences.append(Difference(d.param, rank, d.name, start, size, f"{len(at)} of {has.numel()} elements"))
+        differences.append(Difference(d.param, rank, d.name, start, tuple(size), f"{count} of {has.numel()} elements"))
     return Verified(differences, verified.nelements, verified.unchecked)
 
 
@@ -156,12 +223,12 @@ def _has(piece: Piece, box: Difference) -> bool:
     return all(a <= b and b + m <= a + n for a, n, b, m in places)
 
 
-def _tiles(piece: Piece) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The piece, cut along its first dim into boxes of about ``TILE`` elements: where in the piece, start, size."""
-    if not piece.size:
+def _tiles(start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """A box, cut along its first dim into boxes of about ``TILE`` elements: where in the box, start, size."""
+    if not size:
         yield 0, (), ()
         return
-    (first, *starts), (n, *sizes) = piece.start, piece.size
+    (first, *starts), (n, *sizes) = start, size
     rows = max(1, TILE // max(1, math.prod(sizes)))
     for at in range(0, n, rows):
         yield at, (first + at, *starts), (min(rows, n - at), *sizes)

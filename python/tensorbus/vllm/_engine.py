@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,9 +78,9 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             is_unmapped = shadow == "off" and bool(getattr(self.model_config, "enable_sleep_mode", False))
             rank = get_world_group().rank_in_group
             self._receiver = Receiver(model, self._gather(mine), rank, shadow, is_unmapped=is_unmapped)
-            self._by_loader = [name for name in self._receiver.targets.reasons if name in mine.modules]
             if loaded is not None:  # now, and not when a version is decided
-                self._load(loaded)
+                self._receiver.fill(loaded)
+                self._load()
         logger.info("tensorbus: %s", mine.report())
         logger.info("tensorbus: %d bytes of memory for what arrives (shadow=%s)", self._receiver.shadow_nbytes, shadow)
 
@@ -135,7 +134,7 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             return
         done = self._receiver.commit()
         began = time.perf_counter()
-        self._load(self._receiver.whole)
+        self._load()
         loading = time.perf_counter() - began
         logger.info(
             "tensorbus: version %d, paused for %.1f ms of %.1f ms (%.1f ms to copy, %.1f ms in vLLM's loader)",
@@ -146,18 +145,24 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             loading * 1e3,
         )
 
-    def _load(self, tensors: Mapping[str, Any]) -> None:
+    def _load(self) -> None:
         """Loads what does not go the direct way. Loaders may write to what they are given, and keep it."""
-        weights = [(name, tensors[name].clone()) for name in self._receiver.whole]
-        _reload.load(self.model, self.model_config, weights, self._by_loader)
+        weights = [(name, tensor.clone()) for name, tensor in self._receiver.whole.items()]
+        _reload.load(self.model, self.model_config, weights, self._receiver.by_loader)
 
     def hashes(self) -> tb_engine.Hashes:
-        """Of what this worker has copied from checkpoint tensors, for ``tensorbus.engine.verify``."""
-        return self._receiver.hashes()
+        """Of what this worker has, for ``tensorbus.engine.verify``. Pause the engine meanwhile."""
+        return self._receiver.hashes(self._load_again)
 
     def compare(self, folder: str) -> tb_engine.Verified:
-        """Whether this worker has what a checkpoint has."""
-        return self._receiver.compare(folder)
+        """Whether this worker has what a checkpoint has. Pause the engine meanwhile."""
+        return self._receiver.compare(folder, self._load_again)
+
+    def _load_again(self) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):  # as in an update
+            self._load()
 
     def shutdown(self) -> None:
         """Leaves the trainer."""
