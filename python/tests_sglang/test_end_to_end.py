@@ -90,6 +90,8 @@ def look(url: str) -> list[Any]:
     ranks = ask(url, "weights_checker", action="checksum")["ranks"]
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     answer = ask(url, "generate", input_ids=PROMPT, sampling_params=sampling)
+    # A request that was answered counts as running for a moment, in which no cache is flushed: wait for that.
+    urllib.request.urlopen(f"{url}/flush_cache?timeout=60", timeout=120).close()
     return [[rank["checksums"] for rank in ranks], answer["output_ids"]]
 
 
@@ -202,7 +204,7 @@ def test_what_fails_is_named_and_changes_nothing(tmp_path: Path, models: Path, s
     trainer = sglang.Trainer(f"unix:{tmp_path}/bus2", 0, 1, source, server.url, timeout=10.0)
     trainer._sender.bus.close()  # as if it had died: the engine is asked to receive, and nobody sends
     with pytest.raises(tb.Error, match=r"the engine has not taken version 1.*trainer 0"):
-        trainer._sender._client.update_weights({"version": 1})
+        trainer._sender._links["engine"]._client.update_weights({"version": 1})
     assert look(server.url) == wanted[1]
     trainer = sglang.Trainer(f"unix:{tmp_path}/bus3", 0, 1, source, server.url, timeout=30.0)
     trainer.send_weights()
@@ -211,7 +213,7 @@ def test_what_fails_is_named_and_changes_nothing(tmp_path: Path, models: Path, s
 
 
 def test_an_engine_that_is_refused_is_named(tmp_path: Path, models: Path, servers: Any) -> None:
-    """One that has made its weights itself: no checkpoint says what its loaders take."""
+    """An engine that has no checkpoint, which would say what its loaders take, is refused, and the trainer says so."""
     path, empty = make_model(models, 1), tmp_path / "empty"
     empty.mkdir()
     shutil.copy(path / "config.json", empty)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -20,6 +22,9 @@ import transformers
 from engine_program import Remote
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+import tensorbus as tb
+from tensorbus import engine as tb_engine
 
 HERE = Path(__file__).parent
 VERSIONS = (2, 3, 4, 5, 6)
@@ -283,3 +288,40 @@ def test_checkpoints_over_http(tmp_path: Path, models: Path) -> None:
     finally:
         print("\n".join(line[-160:] for line in server.log.read_text().splitlines() if "tensorbus: " in line))
         server.close()
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, models: Path) -> None:
+    """A trainer with a tensor too few, or one of another shape, is refused by name, and nothing changes."""
+    first, second = families.make("Llama", models, 1), families.make("Llama", models, 2)
+    old, new = ([simulate.hashes(simulate.cold_load(path, 0, 1)[0])] for path in (first, second))
+    engine = Engine(tmp_path, first, 1, "device")
+    try:
+        source, name = tb_engine.from_checkpoint(second), "model.layers.0.mlp.up_proj.weight"
+        tensor, _ = source.tensors.pop(name)
+        for i, wrong in enumerate((None, tensor[:-1])):
+            if wrong is not None:
+                source.tensors[name] = (wrong, None)
+            with pytest.raises(tb.Conflict, match=re.escape(name)):
+                tb_engine.Sender(f"unix:{tmp_path}/bus{i}", 0, 1, source, engine.remote, timeout=60.0)
+            assert engine.remote.call("hashes") == old
+        source.tensors[name] = (tensor, None)
+        sender = tb_engine.Sender(f"unix:{tmp_path}/bus", 0, 1, source, engine.remote, timeout=60.0)
+        sender.send()
+        assert engine.remote.call("hashes") == new
+        sender.close()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("what", ["enable_eplb", "enable_lora", "data parallelism"])
+def test_what_is_refused(what: str) -> None:
+    """Engines of which no test shows that an update is right are refused by name, when they are made."""
+    from tensorbus.vllm import TensorbusWeightTransferEngine
+
+    engine = object.__new__(TensorbusWeightTransferEngine)
+    engine.parallel_config = SimpleNamespace(
+        enable_eplb=what == "enable_eplb", data_parallel_size=2 if what == "data parallelism" else 1
+    )
+    engine.vllm_config = SimpleNamespace(lora_config=object() if what == "enable_lora" else None)
+    with pytest.raises(tb.Refused, match=what):
+        engine._refuse()
