@@ -155,6 +155,7 @@ def workers() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("actors", "rollouts"), [(1, 1), (2, 3)])
 def test_updates(workers: Any, actors: int, rollouts: int) -> None:
+    """Three updates, tensors of six dtypes that are smaller and larger than a bucket."""
     its = workers(actors, rollouts)
     for seed in (1, 2, 3):
         wanted = [(name, digest(tensor)) for name, tensor in weights(seed)]
@@ -162,6 +163,7 @@ def test_updates(workers: Any, actors: int, rollouts: int) -> None:
 
 
 def test_an_actor_that_fails_is_named_by_the_rollout(workers: Any) -> None:
+    """The rollout says with what the actor has failed; the next update works."""
     its = workers(1, 2)
     its.meet()
     its.ask(its.actor, "send_broken")
@@ -175,6 +177,7 @@ def test_an_actor_that_fails_is_named_by_the_rollout(workers: Any) -> None:
 
 
 def test_a_worker_that_dies_is_named(workers: Any) -> None:
+    """The actor says which worker of the rollout it has lost."""
     its = workers(1, 2, timeout=10.0)
     its.meet()
     its.kill(2)
@@ -189,6 +192,7 @@ def test_a_worker_that_dies_is_named(workers: Any) -> None:
 
 
 def test_a_worker_that_does_not_come_is_named(workers: Any) -> None:
+    """Who does not come is named when the deadline is over."""
     its = workers(1, 1, timeout=2.0)
     its.ask(range(2), "prepare")
     where = its.values(range(2))[0]

@@ -12,3 +12,5 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+from ran import pytest_runtest_logreport, pytest_sessionfinish  # noqa: E402, F401

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,12 @@ import torch
 from tensorbus import engine
 from tensorbus.vllm import _reload
 
-TABLE: dict[str, dict[str, Any]] = {}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_process() -> Any:
     simulate.begin()
     with simulate.plain_experts():
         yield
-    lines = [
-        f"{family:14} {'  '.join(f'tp {n}: {share:6.1%}' for n, share in row.items())}" for family, row in TABLE.items()
-    ]
-    print("\nthe share of bytes that goes the direct way\n" + "\n".join(lines))
-    if out := os.environ.get("TENSORBUS_TABLE"):
-        Path(out).write_text(json.dumps(TABLE, indent=1))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("family", list(families.FAMILIES))
-def test_update_equals_cold_load(folder: Path, family: str, size: int) -> None:
+def test_update_equals_cold_load(folder: Path, family: str, size: int, record_property: Any) -> None:
     from vllm.config import set_current_vllm_config
 
     old, new = families.make(family, folder, 1), families.make(family, folder, 2)
@@ -70,5 +60,5 @@ def test_update_equals_cold_load(folder: Path, family: str, size: int) -> None:
         got, wanted = simulate.hashes(model), simulate.hashes(cold)
         wrong = {n for n in wanted if got.get(n) != wanted[n]}
         assert not wrong, f"{wrong} of {len(wanted)}\n{traces[rank].report()}"
-    TABLE.setdefault(family, {})[str(size)] = traces[0].direct_share
+    record_property("direct", f"{traces[0].direct_share:.1%}")
     print(traces[0].report())
