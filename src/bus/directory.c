@@ -285,8 +285,9 @@ static tb_status write_contact(tb__directory *d, const tb__store_deadline *deadl
     d->self.is_announced = true;
     for (size_t i = 0; i < d->seats.count; i++)
         TB_TRY(write_seat(d, deadline, &d->seats.item[i]));
-    return d->seats.item[0].index > 0 && !tb__directory_must_follow(d) ? TB_OK
-                                                                       : tb__directory_refresh_within(d, deadline);
+    return d->seats.item[0].index > 0 && !tb__directory_reads(d, &d->must_follow)
+               ? TB_OK
+               : tb__directory_refresh_within(d, deadline);
 }
 
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms) {
@@ -399,11 +400,11 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
     return tb__directory_end_call(directory, delete_decision(directory, &deadline, key.text));
 }
 
-bool tb__directory_must_follow(tb__directory *d) {
+bool tb__directory_reads(tb__directory *d, const bool *flag) {
     pthread_mutex_lock(&d->lock);
-    bool must_follow = d->must_follow;
+    bool is_set = *flag;
     pthread_mutex_unlock(&d->lock);
-    return must_follow;
+    return is_set;
 }
 
 tb_status tb__directory_follow_all(tb__directory *directory, int timeout_ms) {
@@ -483,8 +484,4 @@ tb_status tb__directory_state(tb__directory *directory) {
         tb__set_detail("%s", directory->why);
     pthread_mutex_unlock(&directory->lock);
     return state;
-}
-
-bool tb__directory_is_connected(tb__directory *directory) {
-    return tb__directory_state(directory) == TB_OK;
 }

@@ -166,7 +166,8 @@ void tb__directory_report(tb__directory *directory);
  * taken this one's rank or seat. */
 tb_status tb__directory_state(tb__directory *directory);
 
-/* Whether that is TB_OK. */
-bool tb__directory_is_connected(tb__directory *directory);
+static inline bool tb__directory_is_connected(tb__directory *directory) {
+    return tb__directory_state(directory) == TB_OK;
+}
 
 #endif

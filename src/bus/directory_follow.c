@@ -122,13 +122,6 @@ static bool sleep_unless_closing(tb__directory *d, int ms) {
     return is_closing;
 }
 
-static bool is_closing(tb__directory *d) {
-    pthread_mutex_lock(&d->lock);
-    bool result = d->is_closing;
-    pthread_mutex_unlock(&d->lock);
-    return result;
-}
-
 /* A call of this process may refresh the view while the callback runs, which may not see that: it is called again. */
 static void notify_changed(tb__directory *d) {
     d->told = viewed_revision(d);
@@ -375,13 +368,6 @@ static tb_status write_report(tb__directory *d, const tb__text *report) {
     return tb__directory_end_call(d, status);
 }
 
-static bool is_report_due(tb__directory *d) {
-    pthread_mutex_lock(&d->lock);
-    bool is_due = d->is_report_due;
-    pthread_mutex_unlock(&d->lock);
-    return is_due;
-}
-
 static void make_report(tb__directory *d) {
     tb__text report = {0};
     pthread_mutex_lock(&d->lock);
@@ -397,9 +383,9 @@ static void make_report(tb__directory *d) {
 
 /* Writes the report if that is due, and not too soon after the last one. Returns how long to wait for changes. */
 static int report_if_due(tb__directory *d) {
-    if (d->opts.report && is_report_due(d) && tb__now_ms() >= d->reported_ms + REPORT_MS)
+    if (d->opts.report && tb__directory_reads(d, &d->is_report_due) && tb__now_ms() >= d->reported_ms + REPORT_MS)
         make_report(d);
-    if (is_report_due(d)) /* too soon, or again */
+    if (tb__directory_reads(d, &d->is_report_due)) /* too soon, or again */
         return (int)tb__max64(d->reported_ms + REPORT_MS - tb__now_ms(), 1);
     return d->reported ? REPORTER_ROUND_MS : ROUND_MS;
 }
@@ -412,7 +398,7 @@ void *tb__directory_follow(void *directory) {
     uint64_t seen = 0; /* the hints up to this revision */
     bool has_warned = false;
     int64_t looked_ms = 0;
-    while (!is_closing(d)) {
+    while (!tb__directory_reads(d, &d->is_closing)) {
         /* A call of this process has refreshed the view. */
         if (viewed_revision(d) > d->told) {
             notify_changed(d);
@@ -441,7 +427,7 @@ void *tb__directory_follow(void *directory) {
             continue;
         if (status == TB_LOST) {
             tb__directory_set_state(d, TB_LOST);
-            if (is_closing(d))
+            if (tb__directory_reads(d, &d->is_closing))
                 break;
             notify_changed(d);
             bool is_back = rejoin_until_closed(d);
@@ -449,7 +435,7 @@ void *tb__directory_follow(void *directory) {
             if (d->reported)
                 tb__directory_report(d);
             d->reported = 0;
-            if (is_closing(d))
+            if (tb__directory_reads(d, &d->is_closing))
                 break;
             notify_changed(d);
             if (!is_back)

@@ -86,8 +86,8 @@ bool tb__directory_should_retry(const tb__store_deadline *deadline, tb_status st
 
 void tb__directory_set_silent(tb__directory *d);
 
-/* Whether all changes have to be followed, not only the hints. */
-bool tb__directory_must_follow(tb__directory *d);
+/* A flag that the lock guards. */
+bool tb__directory_reads(tb__directory *d, const bool *flag);
 
 /* NULL: this process is not in the group. By the active call. */
 const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);

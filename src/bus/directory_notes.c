@@ -91,7 +91,7 @@ static bool has_withdrawn_notes(const tb__directory *d) {
 /* One that only follows hints lists when it publishes the note again, if then. */
 static tb_status delete_withdrawn_and_refresh(tb__directory *d, const tb__store_deadline *deadline) {
     TB_TRY(tb__directory_delete_withdrawn(d, deadline));
-    return tb__directory_must_follow(d) ? tb__directory_refresh_within(d, deadline) : TB_OK;
+    return tb__directory_reads(d, &d->must_follow) ? tb__directory_refresh_within(d, deadline) : TB_OK;
 }
 
 bool tb__directory_retry_withdrawals(tb__directory *d) {
@@ -130,7 +130,8 @@ static tb_status look_at_lead(tb__directory *d, const tb__store_deadline *deadli
                               bool *is_relied_on) {
     tb__store_value value;
     *is_relied_on = false;
-    if (!d->opts.is_lead || request->index == 0 || request->nbytes > MAX_UNLISTED || tb__directory_must_follow(d))
+    if (!d->opts.is_lead || request->index == 0 || request->nbytes > MAX_UNLISTED ||
+        tb__directory_reads(d, &d->must_follow))
         return TB_OK;
     TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_get(d->store, tb__key_of_note(request->topic, request->group, 0).text, &value));
