@@ -11,7 +11,7 @@
 
 enum {
     STEP = 32,   /* elements at a time */
-    AHEAD = 512, /* bytes */
+    AHEAD = 2048, /* bytes */
 };
 
 AVX2_INLINE __m256i load256(const void *src) {
