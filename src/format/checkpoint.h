@@ -5,6 +5,7 @@
  *     DIR/model.safetensors                    all in one; comes first if there is an index, too
  *     DIR/model.safetensors.index.json         "weight_map" says which tensor is in which file of the directory
  *     DIR/rank_0.safetensors, rank_1...        what each rank holds
+ *     DIR/model-rank-0-part-0.safetensors, ... the same as vLLM's sharded_state has it: one file for a rank, or several
  */
 #ifndef TB_FORMAT_CHECKPOINT_H
 #define TB_FORMAT_CHECKPOINT_H
@@ -76,7 +77,7 @@ typedef struct tb__rank_file {
 
 typedef struct tb__rank_files {
     size_t count;
-    const tb__rank_file *files; /* by rank; there may be gaps */
+    const tb__rank_file *files; /* by rank; there may be gaps, and several of a rank */
     size_t nothers;             /* *.safetensors files of no rank */
     const char **others;        /* their names, by strcmp */
     tb__arena arena;
@@ -87,8 +88,9 @@ typedef struct tb__rank_files {
 tb_status tb__rank_files_init(const char *dir, tb__rank_files *out);
 void tb__rank_files_fini(tb__rank_files *files);
 
-/* DIR/rank_R.safetensors, to be freed by the caller. */
+/* DIR/rank_R.safetensors, or the first file that vLLM has for the rank; to be freed by the caller. */
 tb_status tb__rank_file_path(const char *dir, int32_t rank, char **out);
+tb_status tb__vllm_file_path(const char *dir, int32_t rank, char **out);
 
 /* ---- Writing models (checkpoint_writer.c) -------------------------------------------------------------------- */
 

@@ -10,7 +10,7 @@
 
 static int compare_ranks(const void *left, const void *right) {
     const tb__rank_file *a = left, *b = right;
-    return (a->rank > b->rank) - (a->rank < b->rank);
+    return a->rank != b->rank ? (a->rank > b->rank) - (a->rank < b->rank) : strcmp(a->path, b->path);
 }
 
 static int compare_names(const void *left, const void *right) {
@@ -24,22 +24,43 @@ tb_status tb__rank_file_path(const char *dir, int32_t rank, char **out) {
     return tb__file_join(dir, name, out);
 }
 
+tb_status tb__vllm_file_path(const char *dir, int32_t rank, char **out) {
+    char name[64];
+    snprintf(name, sizeof name, "model-rank-%" PRId32 "-part-0.safetensors", rank);
+    return tb__file_join(dir, name, out);
+}
+
+/* Whether a number that is not negative stands at *at, without sign and leading zeros; *at is behind it then. */
+static bool read_plain(const char **at, int64_t *out) {
+    char again[24]; /* a name that is written otherwise, 07 or +7, would be a second one for the same rank */
+    const char *begin = *at;
+    if (!tb__read_int(at, out) || *out < 0 || *out >= TB_MAX_RANKS)
+        return false;
+    snprintf(again, sizeof again, "%" PRId64, *out);
+    return strncmp(begin, again, strlen(again)) == 0 && begin + strlen(again) == *at;
+}
+
 /* Whether the name has the form of a rank's file; then *rank is the rank, or TB_NO_RANK if it stands for none. */
 static bool is_rank_file(const char *name, int32_t *rank) {
-    static const char head[] = "rank_", tail[] = ".safetensors";
+    static const char *const heads[] = {"rank_", "model-rank-"};
+    static const char tail[] = ".safetensors", part[] = "-part-";
     size_t length = strlen(name);
-    if (length < strlen(head) + strlen(tail) || strncmp(name, head, strlen(head)) != 0 ||
-        strcmp(name + length - strlen(tail), tail) != 0)
-        return false;
-    const char *digits = name + strlen(head), *at = digits;
-    int64_t value;
-    bool is_number = tb__read_int(&at, &value) && strcmp(at, tail) == 0 && value >= 0 && value < TB_MAX_RANKS;
-    *rank = is_number ? (int32_t)value : TB_NO_RANK;
-    char again[16]; /* a name that is written otherwise, 07 or +7, would be a second one for the same rank */
-    snprintf(again, sizeof again, "%" PRId32, *rank);
-    if (strncmp(digits, again, strlen(again)) != 0 || digits + strlen(again) != at)
-        *rank = TB_NO_RANK;
-    return true;
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
+        const char *at = name + strlen(heads[i]);
+        int64_t value, number;
+        if (length < strlen(heads[i]) + strlen(tail) || strncmp(name, heads[i], strlen(heads[i])) != 0 ||
+            strcmp(name + length - strlen(tail), tail) != 0)
+            continue;
+        bool is_rank = read_plain(&at, &value);
+        if (is_rank && i == 1) {
+            is_rank = strncmp(at, part, strlen(part)) == 0;
+            at += is_rank ? strlen(part) : 0;
+            is_rank = is_rank && read_plain(&at, &number);
+        }
+        *rank = is_rank && strcmp(at, tail) == 0 ? (int32_t)value : TB_NO_RANK;
+        return true;
+    }
+    return false;
 }
 
 typedef struct found_files {
@@ -48,9 +69,9 @@ typedef struct found_files {
     TB_VEC(const char *) others;
 } found_files;
 
-static tb_status add_file(found_files *found, const char *dir, int32_t rank) {
+static tb_status add_file(found_files *found, const char *dir, const char *name, int32_t rank) {
     char *path;
-    TB_TRY(tb__rank_file_path(dir, rank, &path));
+    TB_TRY(tb__file_join(dir, name, &path));
     const char *kept = tb__arena_strdup(found->arena, path);
     free(path);
     return kept && tb__vec_push(&found->ranks, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
@@ -85,7 +106,7 @@ static tb_status list_files(found_files *found, const char *dir, DIR *stream) {
         if (rank == TB_NO_RANK)
             return tb__file_fail(TB_INVALID, dir, "'%.100s' has the form of a rank's file, but stands for no rank",
                                  e->d_name);
-        TB_TRY(add_file(found, dir, rank));
+        TB_TRY(add_file(found, dir, e->d_name, rank));
     }
 }
 

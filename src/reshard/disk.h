@@ -8,6 +8,7 @@
 #define TB_RESHARD_DISK_H
 
 #include "format/checkpoint.h"
+#include "layout/layout.h"
 #include "reshard/spec.h"
 #include "tensorbus/plan.h"
 
@@ -19,36 +20,66 @@ typedef struct tb__disk_quant {
     const char *scale_name;  /* of the one for the whole part; NULL: there is none */
 } tb__disk_quant;
 
-/* A tensor that is moved, after the spec and the files have been compared. */
-typedef struct tb__disk_tensor {
-    const char *name;
-    tb_shape shape;                 /* global */
-    tb_dtype src_dtype, wire_dtype; /* a quantised source is read as src_dtype */
-    tb_dtype band_dtype;            /* in which parts are brought together: what is written, or what is quantised */
-    tb_dtype dst_dtype;             /* of what is written */
+/* A tensor of the source that is read. */
+typedef struct tb__disk_stored {
+    const char *name; /* in the whole model */
+    tb_shape shape;   /* global */
+    tb_dtype dtype;   /* as which it is read, where it is quantised */
     const tb__safetensor
         *unknown; /* as a file has it, if the dtype is not known: its bytes are copied as u8; or NULL */
-    tb__disk_quant src_quant, dst_quant;
-    const char *group; /* whose parts share one scale, on all ranks; NULL: each part has its own */
-    size_t amax;       /* which of disk->namax is the group's, or that of the target mesh's first rank */
-    const tb_layout *src, *dst;
-    const tb_plan *plan;
-    int64_t dst_nbytes; /* of all target ranks together, scales included */
+    tb__disk_quant quant;
+    const tb_layout *layout;
+    const tb__grid *grid;
+    size_t reader; /* which of disk->tensors compares its replicas: the first that reads it */
     /* Source bytes that another rank should have, too: of all replicas but the first, and what of that belongs to
      * parts of different ranks (or one rank's part twice) that have elements in common. */
     int64_t replica_nbytes, shared_nbytes;
+} tb__disk_stored;
+
+/* What a target's tensor takes from one of the source: elements that both sides have, each in its own form. */
+typedef struct tb__disk_part {
+    tb__disk_stored *from;
+    const char *name; /* of the target's tensor, in the whole model */
+    const tb__spec_rule *rule;
+    tb_view *src_view, *dst_view; /* from either side's tensor to what both have; NULL: it is that */
+    tb_layout *src;               /* of what both have, where there is a view */
+    tb_shape shape;               /* of what both have */
+    const tb_plan *plan;          /* from the source's layout of it to the target's */
+    tb_dtype wire_dtype;
+} tb__disk_part;
+
+/* A tensor of the target, after the spec and the files have been compared. */
+typedef struct tb__disk_tensor {
+    const char *name;              /* in the whole model */
+    tb_shape shape;                /* global */
+    tb_dtype band_dtype;           /* in which parts are brought together: what is written, or what is quantised */
+    tb_dtype dst_dtype;            /* of what is written */
+    const tb__safetensor *unknown; /* as tb__disk_stored's */
+    tb__disk_quant dst_quant;
+    const char *group; /* whose parts share one scale, on all ranks; NULL: each part has its own */
+    size_t amax;       /* which of disk->namax is the group's, or that of the target mesh's first rank */
+    const tb_layout *dst;
+    const tb__grid *grid;
+    size_t nparts;
+    tb__disk_part *parts;
+    bool has_padding;   /* elements that no part has are zero */
+    int64_t dst_nbytes; /* of all target ranks together, scales included */
 } tb__disk_tensor;
 
 /* A source that has been opened and checked against a spec, and what is to be done with it. */
 typedef struct tb__disk {
+    const tb__spec *spec;
     struct tb__disk_input *input;
     size_t count;
     tb__disk_tensor *tensors; /* by name */
-    size_t nskipped;          /* tensors that the spec leaves out */
+    TB_VEC(tb__disk_part) parts;
+    TB_VEC(struct tb__disk_grid *) grids;
+    tb__index grid_index; /* of grids, by layout and shape */
+    size_t nskipped;      /* tensors that the spec leaves out */
     size_t nranks;
     int32_t *ranks; /* of the target, ascending */
     int64_t src_nbytes, dst_nbytes;
-    size_t nreplicated; /* tensors that have replicas in the source */
+    size_t nreplicated; /* stored tensors that have replicas in the source */
     int64_t replica_nbytes;
     size_t namax;        /* largest magnitudes that are looked for before anything is quantised, for scales */
     int64_t amax_nbytes; /* of quantised data that is made from what is looked at then */
@@ -85,7 +116,7 @@ typedef struct tb__disk_opts {
     int64_t memory;         /* what buffers and the process itself may take together; 0: 1 GiB */
     int threads;            /* 0: as many as there are cores, and memory for their buffers */
     int64_t band_bytes;     /* how much is brought together at a time, a multiple of 64; 0: 1 MiB, or what fits */
-    bool is_model;          /* the target is one rank, and written as a Hugging Face model */
+    tb__spec_files files;   /* what the target's are called; a Hugging Face model is of one rank */
     int64_t max_file_bytes; /* of the model's files; 0: no limit */
     bool sync;              /* all is on the disk before any file has its name */
     bool trust_replicas;    /* reads the first replica and does not compare the others with it */

@@ -28,7 +28,7 @@ enum { ALIGNMENT = 64 }; /* of the scales behind the data */
 int64_t tb__disk_least_band(const tb__disk_tensor *t) {
     if (!t->dst_quant.format.kind)
         return 0;
-    tb_shape longest = tb__grid_longest(&t->plan->dst);
+    tb_shape longest = tb__grid_longest(t->grid);
     int64_t nbytes =
         tb__disk_quant_rows(&t->dst_quant.format) * row_bytes(t, longest.dim[longest.ndim - 1]) + ALIGNMENT;
     return tb__align(nbytes, ALIGNMENT);

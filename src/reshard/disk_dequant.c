@@ -30,17 +30,17 @@ static tb_status find_source(const tb__disk_input *input, int32_t rank, const ch
     return tb__fail(TB_INTERNAL, "rank %" PRId32 " has no tensor '%.100s', but is asked for it", rank, name);
 }
 
-tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_tensor *t, int32_t rank,
+tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_stored *t, int32_t rank,
                                tb__disk_origin *out) {
     tb__disk_source scale;
     *out = (tb__disk_origin){.scale = 0};
     TB_TRY(find_source(input, rank, t->name, &out->data));
-    out->shape = tb__disk_quant_part(&t->src_quant, &out->data.tensor->shape);
-    if (t->src_quant.scales_name)
-        TB_TRY(find_source(input, rank, t->src_quant.scales_name, &out->scales));
-    if (!t->src_quant.scale_name)
+    out->shape = tb__disk_quant_part(&t->quant, &out->data.tensor->shape);
+    if (t->quant.scales_name)
+        TB_TRY(find_source(input, rank, t->quant.scales_name, &out->scales));
+    if (!t->quant.scale_name)
         return TB_OK;
-    TB_TRY(find_source(input, rank, t->src_quant.scale_name, &scale));
+    TB_TRY(find_source(input, rank, t->quant.scale_name, &scale));
     return read_scale(&scale, &out->scale);
 }
 
@@ -53,13 +53,13 @@ typedef struct terms {
     int64_t plain_size; /* and of a number */
 } terms;
 
-static tb_status terms_init(const tb__disk_tensor *t, int64_t rows, int64_t columns, terms *out) {
+static tb_status terms_init(const tb__disk_stored *t, int64_t rows, int64_t columns, terms *out) {
     *out = (terms){0};
-    TB_TRY(tb__quant_measure(&t->src_quant.format, rows, columns, &out->size));
+    TB_TRY(tb__quant_measure(&t->quant.format, rows, columns, &out->size));
     out->align = out->size.block ? out->size.block : 1;
-    out->together = tb__disk_quant_rows(&t->src_quant.format);
+    out->together = tb__disk_quant_rows(&t->quant.format);
     out->scale_size = out->size.scale_dtype == TB_F32 ? 4 : 1;
-    out->plain_size = tb_dtype_bits(t->src_dtype) / 8;
+    out->plain_size = tb_dtype_bits(t->dtype) / 8;
     return TB_OK;
 }
 
@@ -76,7 +76,7 @@ static int64_t tiles_nbytes(int64_t nscales) {
     return ((nscales + 3) / 4 + 1) * TILE_BYTES;
 }
 
-bool tb__disk_dequant_step(const tb__disk_tensor *t, const int64_t *len, int64_t nbytes, int64_t *step) {
+bool tb__disk_dequant_step(const tb__disk_stored *t, const int64_t *len, int64_t nbytes, int64_t *step) {
     terms of;
     int last = t->shape.ndim - 1;
     int64_t rows = last > 0 ? len[last - 1] : 1, columns = len[last];
@@ -85,7 +85,7 @@ bool tb__disk_dequant_step(const tb__disk_tensor *t, const int64_t *len, int64_t
     for (;;) {
         int64_t width = columns + 2 * tb__max64(of.align, 2); /* whole blocks at both ends */
         int64_t raw =
-            tb__max64(rows * width, t->src_quant.format.is_swizzled ? tiles_nbytes(scale_columns(&of, width)) : 0);
+            tb__max64(rows * width, t->quant.format.is_swizzled ? tiles_nbytes(scale_columns(&of, width)) : 0);
         raw = tb__max64(raw, scale_nbytes(&of, rows, width));
         int64_t plain = tb__align(rows * width * of.plain_size, ALIGNMENT);
         if (plain + tb__align(scale_nbytes(&of, rows, width), ALIGNMENT) + raw <= nbytes)
@@ -169,25 +169,25 @@ static tb_status read_data(const window *w, int64_t row, int64_t rows) {
 }
 
 /* Band by band, since several share no scales. */
-static tb_status dequantise(const tb__disk_tensor *t, const window *w, int64_t row, int64_t rows, unsigned char *to) {
+static tb_status dequantise(const tb__disk_stored *t, const window *w, int64_t row, int64_t rows, unsigned char *to) {
     for (int64_t end = row + rows, n; row < end; row += n) {
         n = w->of.together > 1 ? tb__min64(end - row, w->of.together - row % w->of.together) : end - row;
-        TB_TRY(read_scales(w, &t->src_quant.format, row, n));
+        TB_TRY(read_scales(w, &t->quant.format, row, n));
         TB_TRY(read_data(w, row, n));
-        const tb__quant_tensor tensor = {.format = {.kind = t->src_quant.format.kind},
+        const tb__quant_tensor tensor = {.format = {.kind = t->quant.format.kind},
                                          .rows = n,
                                          .columns = w->width,
                                          .data = w->raw,
                                          .scales = w->scales,
                                          .scale = w->origin->scale};
-        const tb__quant_rows plain = {.data = to, .dtype = t->src_dtype, .stride = w->width};
+        const tb__quant_rows plain = {.data = to, .dtype = t->dtype, .stride = w->width};
         TB_TRY(tb__quant_dequantise(&tensor, 0, n, &plain));
         to += n * w->width * w->of.plain_size;
     }
     return TB_OK;
 }
 
-tb_status tb__disk_dequantise(const tb__disk_tensor *t, const tb__disk_origin *origin, const int64_t *start,
+tb_status tb__disk_dequantise(const tb__disk_stored *t, const tb__disk_origin *origin, const int64_t *start,
                               const int64_t *len, unsigned char *stage, size_t nbytes, const void **out,
                               int64_t *stride) {
     int last = t->shape.ndim - 1;

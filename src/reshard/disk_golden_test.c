@@ -184,7 +184,7 @@ static void dtensor_there_and_back(void **state) {
     }
     stock_write(&s, path_in(f, "in"), count_ranks(lines));
     reshard_entries(there, path_in(f, "in"), path_in(f, "model"),
-                    &(tb__disk_opts){.is_model = true, .max_file_bytes = 100000, .verify = true});
+                    &(tb__disk_opts){.files = TB__SPEC_HF, .max_file_bytes = 100000, .verify = true});
     check_model(path_in(f, "model"), lines);
     reshard_entries(back, path_in(f, "model"), path_in(f, "back"), &(tb__disk_opts){.verify = true});
     for (int i = 0; i < NLAYOUTS; i++) {

@@ -16,9 +16,9 @@ typedef struct tb__disk_source {
     const tb__safetensor *tensor; /* NULL: the file does not have it */
 } tb__disk_source;
 
-/* `ranks`, ascending, are those that the spec wants. */
-tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, bool ignore_unindexed,
-                              tb__disk_input **out);
+/* `ranks`, ascending, are those that the spec wants. Names are those of the whole model, which the mesh tells. */
+tb_status tb__disk_input_open(const char *dir, const tb__spec_mesh *mesh, const int32_t *ranks, size_t nranks,
+                              bool ignore_unindexed, tb__disk_input **out);
 void tb__disk_input_close(tb__disk_input *input);
 
 const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input); /* NULL: files of ranks */
@@ -65,7 +65,7 @@ int64_t tb__disk_matrix_rows(const tb_shape *part);
 /* Rows that share scales, or their place in memory. */
 int64_t tb__disk_quant_rows(const tb__quant_format *format);
 
-/* Gives the tensor its place among the amax, with its group if it has one; it is disk->tensors[disk->count]. */
+/* Gives the tensor its place among the amax, with its group if it has one. */
 tb_status tb__disk_take_amax(tb__disk *disk, tb__disk_tensor *tensor);
 
 /* Which amax the part of a target rank belongs to. Of ranks that have the same part one is looked at. */
@@ -140,27 +140,54 @@ typedef struct tb__disk_origin {
     tb_shape shape;               /* of the part */
 } tb__disk_origin;
 
-tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_tensor *tensor, int32_t rank,
+tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_stored *tensor, int32_t rank,
                                tb__disk_origin *out);
 
 /* How much of a box can be brought to nbytes of memory at a time, in each dim; false: nothing. */
-bool tb__disk_dequant_step(const tb__disk_tensor *tensor, const int64_t *len, int64_t nbytes, int64_t *step);
+bool tb__disk_dequant_step(const tb__disk_stored *tensor, const int64_t *len, int64_t nbytes, int64_t *step);
 
-/* Reads such a box into `stage`, as numbers of the tensor's src_dtype that *out points to; stride is in elements. */
-tb_status tb__disk_dequantise(const tb__disk_tensor *tensor, const tb__disk_origin *origin, const int64_t *start,
+/* Reads such a box into `stage`, as numbers of the tensor's dtype that *out points to; stride is in elements. */
+tb_status tb__disk_dequantise(const tb__disk_stored *tensor, const tb__disk_origin *origin, const int64_t *start,
                               const int64_t *len, unsigned char *stage, size_t nbytes, const void **out,
                               int64_t *stride);
 
 /* ---- Pieces (disk_gather.c, disk_verify.c) ------------------------------------------------------------------- */
 
-/* A box on its way from the local tensors of some source ranks, which are combined, to that of a target rank. */
+/* Elements on their way from the local tensors of some source ranks, which are combined, to that of a target rank. On
+ * both sides element [i, j, ...] is at the offset plus i, j, ... times the strides, all in elements. */
 typedef struct tb__disk_piece {
+    const tb__disk_stored *from;
     uint32_t nsources; /* 0: zeros */
     const int32_t *sources;
-    int64_t len[TB_MAX_DIMS], src[TB_MAX_DIMS], dst[TB_MAX_DIMS];
+    tb_dtype wire_dtype;
+    tb_reduce_op op; /* of those that are combined */
+    uint64_t avg_divisor;
+    int ndim;
+    int64_t len[TB_MAX_DIMS];
+    int64_t src, src_stride[TB_MAX_DIMS];
+    int64_t dst, dst_stride[TB_MAX_DIMS];
 } tb__disk_piece;
 
 typedef TB_VEC(tb__disk_piece) tb__disk_pieces;
+
+/* Sorts the piece's dims by their strides, slowest first, and joins those that are one dim on both sides. */
+void tb__disk_piece_join(tb__disk_piece *piece, bool by_target);
+
+/* The pieces that a target rank's part of the tensor is made of: by the plan, or worked out from the layouts alone, for
+ * verifying; then the plan has no say in it. Dims are sorted for the target. */
+tb_status tb__disk_list_pieces(const tb__disk_tensor *tensor, int32_t rank, bool by_plan, tb_routes *routes,
+                               tb__disk_pieces *out, tb__arena *arena);
+
+/* A box of what both sides have, as a plan or the layouts give it: starts are in either rank's share of that. */
+typedef struct tb__disk_box {
+    uint32_t nsources;
+    const int32_t *sources;
+    int64_t len[TB_MAX_DIMS], src[TB_MAX_DIMS], dst[TB_MAX_DIMS];
+} tb__disk_box;
+
+typedef TB_VEC(tb__disk_box) tb__disk_boxes;
+
+tb_status tb__disk_layout_boxes(const tb__disk_part *part, int32_t rank, tb__disk_boxes *out, tb__arena *arena);
 
 /* One thread's memory for bringing boxes together. */
 typedef struct tb__disk_gather {
@@ -174,12 +201,37 @@ typedef struct tb__disk_gather {
 
 void tb__disk_gather_fini(tb__disk_gather *gather); /* not the stage */
 
-/* Brings the piece to `to`, where element 0 of the piece goes; dst_stride is in elements. */
-tb_status tb__disk_gather_piece(tb__disk_gather *gather, const tb__disk_tensor *tensor, const tb__disk_piece *piece,
-                                void *to, const int64_t *dst_stride);
+/* Brings the piece to memory of this dtype, where its element 0 goes. */
+tb_status tb__disk_gather_piece(tb__disk_gather *gather, const tb__disk_piece *piece, void *to, tb_dtype dtype);
 
-/* What a target rank's part is made of, worked out from the layouts alone: the plan has no say in it. For verifying. */
-tb_status tb__disk_layout_pieces(const tb__disk_tensor *tensor, int32_t rank, tb__disk_pieces *out, tb__arena *arena);
+/* ---- Parts of the target's tensors (disk_parts.c) -------------------------------------------------------------- */
+
+/* The grid of a layout over a shape, and the layout itself, which the disk keeps. */
+tb_status tb__disk_grid(tb__disk *disk, const tb_layout *layout, const tb_shape *shape, tb__side side,
+                        const tb__grid **out);
+void tb__disk_free_grids(tb__disk *disk);
+
+/* The views of a part whose stored tensor is known, and the shape of what both sides have. */
+tb_status tb__disk_part_shape(tb__disk *disk, tb__disk_part *part);
+
+/* The shape of the tensor that is made of parts: what their rules say, or what their views tell. */
+tb_status tb__disk_target_shape(const tb__disk_part *parts, size_t count, tb_shape *out);
+tb_status tb__disk_part_plan(tb__disk *disk, const tb__disk_tensor *tensor, tb__disk_part *part);
+
+/* That the parts make up the tensor, each element once, but for padding. */
+tb_status tb__disk_check_cover(tb__disk_tensor *tensor);
+
+/* ---- Tensors of the source (disk_stored.c) --------------------------------------------------------------------- */
+
+/* Checks what the files have of it against the rule; sentences name the file and the tensor. */
+tb_status tb__disk_find_stored(tb__disk *disk, const char *name, const tb__spec_rule *rule, tb__disk_stored **out);
+
+bool tb__disk_same_shape(const tb_shape *a, const tb_shape *b);
+typedef struct tb__shape_text {
+    char text[TB_MAX_DIMS * 21 + 8];
+} tb__shape_text;
+
+tb__shape_text tb__disk_shape_text(const tb_shape *shape); /* "2,3", "a scalar" */
 
 /* ---- Replicas (disk_replicas.c) ------------------------------------------------------------------------------ */
 
@@ -192,11 +244,11 @@ typedef struct tb__disk_comparison {
     int64_t first, nbytes; /* of the slot */
 } tb__disk_comparison;
 
-/* Fills in replica_nbytes and shared_nbytes of a tensor that has its plan. */
-void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_tensor *tensor);
+/* Fills in replica_nbytes and shared_nbytes of a tensor that has its grid. */
+void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_stored *tensor);
 
 /* The next one after *at, which is all zeros before the first; false: there is none. */
-bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor *tensor, tb__disk_comparison *at,
+bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_stored *tensor, tb__disk_comparison *at,
                               tb__disk_comparison *out);
 
 /* What one thread compares with. */
@@ -209,7 +261,7 @@ typedef struct tb__disk_comparer {
 } tb__disk_comparer;
 
 /* TB_INVALID, with a message that names the tensor and the ranks, if they differ. */
-tb_status tb__disk_compare(const tb__disk_comparer *comparer, const tb__disk_tensor *tensor,
+tb_status tb__disk_compare(const tb__disk_comparer *comparer, const tb__disk_stored *tensor,
                            const tb__disk_comparison *comparison);
 
 #endif

@@ -20,10 +20,11 @@ struct tb__disk_output {
     bool is_committed;
     size_t nranks;
     rank_file *ranks; /* ascending */
+    tb__arena arena;  /* names in the files of ranks */
 };
 
 /* Tensors of one rank, as its file will have them. */
-static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safetensor *out) {
+static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safetensor *out, tb__arena *arena) {
     for (size_t i = 0; i < disk->count; i++) {
         const tb__disk_tensor *t = &disk->tensors[i];
         tb__safetensor part[TB__DISK_SLOTS];
@@ -33,6 +34,7 @@ static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safeten
         for (size_t k = 0; k < TB__DISK_SLOTS; k++) {
             if (!part[k].name)
                 continue;
+            TB_TRY(tb__spec_local_name(&disk->spec->dst_mesh, file->rank, part[k].name, arena, &part[k].name));
             out[file->slots.count] = part[k];
             if (!tb__vec_push(&file->slots, TB__DISK_SLOTS * i + k))
                 return TB_NO_MEMORY;
@@ -60,27 +62,27 @@ static tb_status list_metadata(const tb__disk *disk, bool is_model, tb__safetens
     return TB_OK;
 }
 
-static tb_status create_rank(tb__disk_output *output, rank_file *file, const tb__safetensor *tensors,
+static tb_status create_rank(tb__disk_output *output, rank_file *file, bool for_vllm, const tb__safetensor *tensors,
                              const tb__safetensors_metadata *metadata, size_t nmetadata) {
-    TB_TRY(tb__rank_file_path(output->folder.path, file->rank, &file->path));
+    TB_TRY((for_vllm ? tb__vllm_file_path : tb__rank_file_path)(output->folder.path, file->rank, &file->path));
     return tb__safetensors_create(file->path, tensors, file->slots.count, metadata, nmetadata, &file->writer);
 }
 
 static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
                               tb__safetensor *tensors, const tb__safetensors_metadata *metadata, size_t nmetadata) {
     tb__leftovers unused = {0}, *removed = opts->removed ? opts->removed : &unused;
-    if (!opts->is_model) {
+    if (opts->files != TB__SPEC_HF) {
         TB_TRY(tb__folder_take(&output->folder, dir));
         TB_TRY(tb__folder_clear(&output->folder, NULL, 0, removed));
     }
     for (size_t i = 0; i < disk->nranks; i++) {
         rank_file *file = &output->ranks[output->nranks++];
         file->rank = disk->ranks[i];
-        TB_TRY(list_tensors(disk, file, tensors));
-        if (opts->is_model)
+        TB_TRY(list_tensors(disk, file, tensors, &output->arena));
+        if (opts->files == TB__SPEC_HF)
             return tb__checkpoint_create(dir, tensors, file->slots.count, metadata, nmetadata, opts->max_file_bytes,
                                          removed, &output->model);
-        TB_TRY(create_rank(output, file, tensors, metadata, nmetadata));
+        TB_TRY(create_rank(output, file, opts->files == TB__SPEC_VLLM, tensors, metadata, nmetadata));
     }
     return TB_OK;
 }
@@ -89,13 +91,13 @@ static tb_status init_output(tb__disk_output *output, const tb__disk *disk, cons
                              const tb__disk_opts *opts) {
     tb__safetensors_metadata *metadata;
     size_t nmetadata;
-    if (opts->is_model && disk->nranks != 1)
+    if (opts->files == TB__SPEC_HF && disk->nranks != 1)
         return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
     output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
     tb__safetensor *tensors = tb__malloc(disk->count, TB__DISK_SLOTS * sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = list_metadata(disk, opts->is_model, &metadata, &nmetadata);
+        status = list_metadata(disk, opts->files == TB__SPEC_HF, &metadata, &nmetadata);
     if (status == TB_OK) {
         status = create_files(output, disk, dir, opts, tensors, metadata, nmetadata);
         free(metadata);
@@ -178,6 +180,7 @@ void tb__disk_output_destroy(tb__disk_output *output) {
     }
     tb__checkpoint_writer_destroy(output->model);
     tb__folder_fini(&output->folder);
+    tb__arena_fini(&output->arena);
     free(output->ranks);
     free(output);
 }

@@ -120,7 +120,7 @@ tb_status tb__disk_take_amax(tb__disk *disk, tb__disk_tensor *t) {
         t->amax = first->amax;
         return TB_OK;
     }
-    if (t->group && !tb__index_add(&disk->groups, hash, disk->count))
+    if (t->group && !tb__index_add(&disk->groups, hash, (size_t)(t - disk->tensors)))
         return TB_NO_MEMORY;
     t->amax = disk->namax;
     disk->namax += t->group ? 1 : (size_t)tb_layout_nranks(t->dst);
@@ -130,10 +130,10 @@ tb_status tb__disk_take_amax(tb__disk *disk, tb__disk_tensor *t) {
 /* The first rank of all that have the same part. */
 static int32_t first_copy(const tb__disk_tensor *t, int32_t rank) {
     tb__place place;
-    if (!tb__grid_place(&t->plan->dst, rank, &place))
+    if (!tb__grid_place(t->grid, rank, &place))
         return rank;
     place.copy = 0;
-    return tb__grid_rank(&t->plan->dst, &place);
+    return tb__grid_rank(t->grid, &place);
 }
 
 size_t tb__disk_amax_of(const tb__disk_tensor *t, int32_t rank) {

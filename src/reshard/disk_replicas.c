@@ -16,23 +16,23 @@ enum { STRETCH_BYTES = 64 << 20 }; /* what a thread takes at a time */
 
 /* ---- How much there is --------------------------------------------------------------------------------------- */
 
-static const char *slot_name(const tb__disk_tensor *t, int slot) {
-    const char *const names[TB__DISK_SLOTS] = {t->name, t->src_quant.scales_name, t->src_quant.scale_name};
+static const char *slot_name(const tb__disk_stored *t, int slot) {
+    const char *const names[TB__DISK_SLOTS] = {t->name, t->quant.scales_name, t->quant.scale_name};
     return names[slot];
 }
 
 /* What the file of a rank has for a slot; NULL: nothing. */
-static tb__disk_source find_slot(const tb__disk_input *input, const tb__disk_tensor *t, int32_t rank, int slot) {
+static tb__disk_source find_slot(const tb__disk_input *input, const tb__disk_stored *t, int32_t rank, int slot) {
     const char *name = slot_name(t, slot);
     return name ? tb__disk_input_find(input, rank, name) : (tb__disk_source){0};
 }
 
 /* Elements of a contribution that are held again, by another rank or by the same one. */
-static int64_t shared_elements(const tb__disk_tensor *t) {
+static int64_t shared_elements(const tb__disk_stored *t) {
     int64_t held = 1, distinct = 1;
     bool has_table = false;
     for (int d = 0; d < t->shape.ndim; d++) {
-        const tb__axis *axis = &t->plan->src.axis[d];
+        const tb__axis *axis = &t->grid->axis[d];
         int64_t total = axis->length, different = total;
         if (axis->table) {
             has_table = true;
@@ -45,16 +45,16 @@ static int64_t shared_elements(const tb__disk_tensor *t) {
         held *= total; /* of files that exist: far from 2^63 */
         distinct *= different;
     }
-    return has_table && !t->src_quant.format.kind ? held - distinct : 0;
+    return has_table && !t->quant.format.kind ? held - distinct : 0;
 }
 
-void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_tensor *t) {
-    const tb__grid *grid = &t->plan->src;
-    t->shared_nbytes = tb__dtype_bytes(t->src_dtype, shared_elements(t)) * grid->partial.size;
+void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_stored *t) {
+    const tb__grid *grid = t->grid;
+    t->shared_nbytes = tb__dtype_bytes(t->dtype, shared_elements(t)) * grid->partial.size;
     t->replica_nbytes = t->shared_nbytes;
-    for (int32_t i = 0; grid->copies.size > 1 && i < tb_layout_nranks(t->src); i++) {
+    for (int32_t i = 0; grid->copies.size > 1 && i < tb_layout_nranks(t->layout); i++) {
         tb__place place;
-        int32_t rank = tb_layout_rank_at(t->src, i);
+        int32_t rank = tb_layout_rank_at(t->layout, i);
         if (!tb__grid_place(grid, rank, &place) || place.copy == 0)
             continue;
         for (int slot = 0; slot < TB__DISK_SLOTS; slot++) {
@@ -67,18 +67,18 @@ void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_tensor *t) {
 /* ---- What there is to do ------------------------------------------------------------------------------------- */
 
 /* Whether the source at this index of the mesh is a part's first copy, with which the others are compared. */
-static bool is_first_copy(const tb__disk_tensor *t, int32_t index) {
+static bool is_first_copy(const tb__disk_stored *t, int32_t index) {
     tb__place place;
-    return tb__grid_place(&t->plan->src, tb_layout_rank_at(t->src, index), &place) && place.copy == 0;
+    return tb__grid_place(t->grid, tb_layout_rank_at(t->layout, index), &place) && place.copy == 0;
 }
 
-static bool next_copies(const tb__disk_input *input, const tb__disk_tensor *t, tb__disk_comparison *at,
+static bool next_copies(const tb__disk_input *input, const tb__disk_stored *t, tb__disk_comparison *at,
                         tb__disk_comparison *out) {
-    for (; at->source < tb_layout_nranks(t->src); at->source++, at->slot = 0) {
+    for (; at->source < tb_layout_nranks(t->layout); at->source++, at->slot = 0) {
         if (!is_first_copy(t, at->source))
             continue;
         for (; at->slot < TB__DISK_SLOTS; at->slot++, at->first = 0) {
-            tb__disk_source source = find_slot(input, t, tb_layout_rank_at(t->src, at->source), at->slot);
+            tb__disk_source source = find_slot(input, t, tb_layout_rank_at(t->layout, at->source), at->slot);
             int64_t left = source.tensor ? source.tensor->nbytes - at->first : 0;
             if (left == 0)
                 continue;
@@ -91,8 +91,8 @@ static bool next_copies(const tb__disk_input *input, const tb__disk_tensor *t, t
     return false;
 }
 
-static bool next_shared(const tb__disk_tensor *t, tb__disk_comparison *at, tb__disk_comparison *out) {
-    for (; at->source < tb_layout_nranks(t->src); at->source++) {
+static bool next_shared(const tb__disk_stored *t, tb__disk_comparison *at, tb__disk_comparison *out) {
+    for (; at->source < tb_layout_nranks(t->layout); at->source++) {
         if (is_first_copy(t, at->source)) {
             *out = *at;
             at->source++;
@@ -102,7 +102,7 @@ static bool next_shared(const tb__disk_tensor *t, tb__disk_comparison *at, tb__d
     return false;
 }
 
-bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor *t, tb__disk_comparison *at,
+bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_stored *t, tb__disk_comparison *at,
                               tb__disk_comparison *out) {
     if (!at->is_shared) {
         if (t->replica_nbytes > t->shared_nbytes && next_copies(input, t, at, out))
@@ -147,9 +147,9 @@ static int32_t copy_rank(const tb__grid *grid, const tb__place *of, int32_t copy
 }
 
 /* Copies differ from the first somewhere in [first, first + n): the first one's bytes are in memory. */
-static tb_status fail_copies(const tb__disk_comparer *c, const tb__disk_tensor *t, const tb__place *place, int slot,
+static tb_status fail_copies(const tb__disk_comparer *c, const tb__disk_stored *t, const tb__place *place, int slot,
                              int64_t first, size_t n) {
-    const tb__grid *grid = &t->plan->src;
+    const tb__grid *grid = t->grid;
     rank_list all = {0}, different = {0};
     int64_t byte = INT64_MAX;
     for (int32_t copy = 0; copy < grid->copies.size; copy++) {
@@ -171,10 +171,10 @@ static tb_status fail_copies(const tb__disk_comparer *c, const tb__disk_tensor *
         copy_rank(grid, place, 0), byte, advice);
 }
 
-static tb_status compare_copies(const tb__disk_comparer *c, const tb__disk_tensor *t, const tb__disk_comparison *what) {
-    const tb__grid *grid = &t->plan->src;
+static tb_status compare_copies(const tb__disk_comparer *c, const tb__disk_stored *t, const tb__disk_comparison *what) {
+    const tb__grid *grid = t->grid;
     tb__place place;
-    int32_t rank = tb_layout_rank_at(t->src, what->source);
+    int32_t rank = tb_layout_rank_at(t->layout, what->source);
     tb__disk_source one = find_slot(c->gather->input, t, rank, what->slot);
     (void)tb__grid_place(grid, rank, &place);
     for (int64_t done = 0; done < what->nbytes && !atomic_load(c->is_stopped);) {
@@ -232,17 +232,25 @@ typedef struct shared_box {
     tb_shape shape;
 } shared_box;
 
-static tb_status read_band(tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_bands *bands,
+static tb_status read_band(tb__disk_gather *g, const tb__disk_stored *t, const tb__disk_bands *bands,
                            const tb__disk_band *band, int32_t rank, const int64_t *start, void *to) {
-    tb__disk_piece piece = {.nsources = 1, .sources = &rank};
-    for (int d = 0; d < t->shape.ndim; d++) {
+    tb_local local;
+    tb__disk_piece piece = {.from = t, .nsources = 1, .sources = &rank, .wire_dtype = t->dtype, .avg_divisor = 1};
+    TB_TRY(tb_layout_local(t->layout, &t->shape, rank, &local));
+    int64_t stride = 1;
+    piece.ndim = t->shape.ndim;
+    for (int d = piece.ndim - 1; d >= 0; d--) {
         piece.len[d] = band->len[d];
-        piece.src[d] = start[d] + band->start[d];
+        piece.src_stride[d] = stride;
+        piece.dst_stride[d] = bands->stride[d];
+        piece.src += (start[d] + band->start[d]) * stride;
+        stride *= local.shape.dim[d];
     }
-    return tb__disk_gather_piece(g, t, &piece, to, bands->stride);
+    tb_local_fini(&local);
+    return tb__disk_gather_piece(g, &piece, to, t->dtype);
 }
 
-static tb_status fail_box(const tb__disk_tensor *t, const shared_box *box) {
+static tb_status fail_box(const tb__disk_stored *t, const shared_box *box) {
     if (box->one == box->other)
         return tb__fail(TB_INVALID,
                         "tensor '%.100s': by the spec rank %" PRId32
@@ -254,13 +262,14 @@ static tb_status fail_box(const tb__disk_tensor *t, const shared_box *box) {
                     t->name, box->one, box->other, advice);
 }
 
-static tb_status compare_box(const tb__disk_comparer *c, const tb__disk_tensor *t, const shared_box *box) {
+static tb_status compare_box(const tb__disk_comparer *c, const tb__disk_stored *t, const shared_box *box) {
     tb__disk_bands bands;
-    tb__disk_bands_init(&bands, t, &box->shape, (int64_t)c->nbytes);
+    const tb__disk_tensor plain = {.band_dtype = t->dtype}; /* as the files have it */
+    tb__disk_bands_init(&bands, &plain, &box->shape, (int64_t)c->nbytes);
     for (int64_t i = 0; i < bands.count && !atomic_load(c->is_stopped); i++) {
         tb__disk_band band;
         tb__disk_bands_at(&bands, i, &band);
-        size_t nbytes = (size_t)tb__dtype_bytes(t->src_dtype, band.nelements);
+        size_t nbytes = (size_t)tb__dtype_bytes(t->dtype, band.nelements);
         TB_TRY(read_band(c->gather, t, &bands, &band, box->one, box->one_start, c->one));
         TB_TRY(read_band(c->gather, t, &bands, &band, box->other, box->other_start, c->other));
         if (memcmp(c->one, c->other, nbytes) != 0)
@@ -271,9 +280,9 @@ static tb_status compare_box(const tb__disk_comparer *c, const tb__disk_tensor *
 }
 
 /* The boxes that a rank's part is made of, each held as a whole by one first rank. */
-static tb_status compare_boxes(const tb__disk_comparer *c, const tb__disk_tensor *t, const tb__place *place,
+static tb_status compare_boxes(const tb__disk_comparer *c, const tb__disk_stored *t, const tb__place *place,
                                const runs *per_dim) {
-    const tb__grid *grid = &t->plan->src;
+    const tb__grid *grid = t->grid;
     int ndim = t->shape.ndim;
     size_t at[TB_MAX_DIMS] = {0};
     for (int d = 0; d < ndim; d++) {
@@ -303,29 +312,25 @@ static tb_status compare_boxes(const tb__disk_comparer *c, const tb__disk_tensor
     }
 }
 
-static tb_status compare_shared(const tb__disk_comparer *c, const tb__disk_tensor *t, int32_t rank) {
-    const tb__grid *grid = &t->plan->src;
+static tb_status compare_shared(const tb__disk_comparer *c, const tb__disk_stored *t, int32_t rank) {
+    const tb__grid *grid = t->grid;
     tb__arena arena = {0};
     runs per_dim[TB_MAX_DIMS] = {0};
     tb__place place;
     tb_status status = TB_OK;
-    /* As the files have it: nothing is cast or quantised before it is compared. */
-    tb__disk_tensor plain = *t;
-    plain.wire_dtype = plain.band_dtype = plain.dst_dtype = t->src_dtype;
-    plain.dst_quant = (tb__disk_quant){0};
     (void)tb__grid_place(grid, rank, &place);
     for (int d = 0; d < t->shape.ndim && status == TB_OK; d++)
         status = list_runs(&grid->axis[d], place.coord[d], &arena, &per_dim[d]);
     if (status == TB_OK)
-        status = compare_boxes(c, &plain, &place, per_dim);
+        status = compare_boxes(c, t, &place, per_dim);
     for (int d = 0; d < TB_MAX_DIMS; d++)
         free(per_dim[d].item);
     tb__arena_fini(&arena);
     return status;
 }
 
-tb_status tb__disk_compare(const tb__disk_comparer *c, const tb__disk_tensor *t, const tb__disk_comparison *what) {
+tb_status tb__disk_compare(const tb__disk_comparer *c, const tb__disk_stored *t, const tb__disk_comparison *what) {
     if (what->is_shared)
-        return compare_shared(c, t, tb_layout_rank_at(t->src, what->source));
+        return compare_shared(c, t, tb_layout_rank_at(t->layout, what->source));
     return compare_copies(c, t, what);
 }

@@ -207,7 +207,7 @@ static void forgotten_rule(void **state) {
     stock_write(&s, in, 4);
     static const char spec[] = "{\"src_mesh\": [4], \"rules\": [{\"match\": \"*\"}]}";
     for (int i = 0; i < 4; i++) {
-        const tb__disk_opts opts = {.is_model = i & 1, .verify = i & 2};
+        const tb__disk_opts opts = {.files = i & 1 ? TB__SPEC_HF : TB__SPEC_RANKS, .verify = i & 2};
         assert_fails(reshard_text(spec, in, out, &opts), TB_INVALID,
                      "tensor 'up_proj': by the spec ranks 0, 1, 2, 3 hold the same, but in the files ranks 1, 2, 3 "
                      "differ from rank 0, at byte 0 first; do they hold shards of it?");

@@ -37,6 +37,7 @@ typedef struct job {
     pthread_cond_t ended;
     /* Under the lock: the next stretch, and how it went. */
     size_t tensor;
+    size_t part;                    /* whose replicas are next */
     tb__disk_comparison comparison; /* before the targets, whose reads find the first replica in the page cache */
     int32_t target;                 /* index in the tensor's target mesh */
     int64_t band;
@@ -72,42 +73,27 @@ static void fail_job(job *j, tb_status status) {
     pthread_mutex_unlock(&j->lock);
 }
 
-static tb_status list_plan_pieces(worker *w, const tb__disk_tensor *t) {
-    TB_TRY(tb_plan_routes(t->plan, w->rank, 0, w->routes));
-    for (size_t i = 0; i < tb_routes_count(w->routes); i++) {
-        const tb_route *route = tb_routes_at(w->routes, i);
-        if (!tb__has_int32(route->targets, route->ntargets, w->rank))
-            continue; /* the rank of this number is a source, too */
-        tb__disk_piece piece = {.nsources = 1, .sources = &route->source};
-        if (route->source == TB_NO_RANK) {
-            piece.nsources = 0;
-        } else if (route->ncontributors > 0) {
-            piece.nsources = route->ncontributors;
-            piece.sources = route->contributors;
-        }
-        memcpy(piece.len, route->len, sizeof piece.len);
-        memcpy(piece.src, route->src.start, sizeof piece.src);
-        memcpy(piece.dst, route->dst.start, sizeof piece.dst);
-        if (!tb__vec_push(&w->pieces, piece))
-            return TB_NO_MEMORY;
-    }
-    return TB_OK;
+static int64_t piece_end(const tb__disk_piece *piece) {
+    int64_t end = piece->dst + 1;
+    for (int d = 0; d < piece->ndim; d++)
+        end += (piece->len[d] - 1) * piece->dst_stride[d];
+    return end;
 }
 
 static int compare_pieces(const void *left, const void *right) {
     const tb__disk_piece *a = left, *b = right;
-    return (a->dst[0] > b->dst[0]) - (a->dst[0] < b->dst[0]);
+    return (a->dst > b->dst) - (a->dst < b->dst);
 }
 
 /* Pieces that lie before a band, or after it, need not be looked at one by one. */
-static tb_status sort_pieces(worker *w, int ndim) {
+static tb_status sort_pieces(worker *w) {
     w->reach.count = 0;
-    if (ndim == 0 || w->pieces.count == 0)
+    if (w->pieces.count == 0)
         return TB_OK;
     qsort(w->pieces.item, w->pieces.count, sizeof *w->pieces.item, compare_pieces);
     int64_t reach = 0;
     for (size_t i = 0; i < w->pieces.count; i++) {
-        int64_t end = w->pieces.item[i].dst[0] + w->pieces.item[i].len[0];
+        int64_t end = piece_end(&w->pieces.item[i]);
         reach = end > reach ? end : reach;
         if (!tb__vec_push(&w->reach, reach))
             return TB_NO_MEMORY;
@@ -123,18 +109,15 @@ static size_t first_piece(const worker *w, int64_t start) {
 }
 
 static tb_status take_part(worker *w, size_t tensor, int32_t rank) {
-    const tb__disk_tensor *t = &w->job->disk->tensors[tensor];
     if (w->tensor == tensor && w->rank == rank)
         return TB_OK;
     w->tensor = SIZE_MAX; /* none, should this fail */
     w->rank = rank;
     w->pieces.count = 0;
     tb__arena_reset(&w->arena);
-    if (w->job->is_verifying)
-        TB_TRY(tb__disk_layout_pieces(t, rank, &w->pieces, &w->arena));
-    else
-        TB_TRY(list_plan_pieces(w, t));
-    TB_TRY(sort_pieces(w, t->shape.ndim));
+    TB_TRY(tb__disk_list_pieces(&w->job->disk->tensors[tensor], rank, !w->job->is_verifying, w->routes, &w->pieces,
+                                &w->arena));
+    TB_TRY(sort_pieces(w));
     w->tensor = tensor;
     return TB_OK;
 }
@@ -147,37 +130,48 @@ static tb_status part_shape(const tb__disk_tensor *t, int32_t rank, tb_shape *ou
     return TB_OK;
 }
 
-/* What of a piece lies in the band; false: nothing. */
-static bool clip_piece(const tb__disk_piece *piece, int ndim, const int64_t *start, const int64_t *len,
-                       tb__disk_piece *out) {
-    *out = *piece;
-    for (int d = 0; d < ndim; d++) {
-        int64_t lo = piece->dst[d] > start[d] ? piece->dst[d] : start[d];
-        int64_t piece_end = piece->dst[d] + piece->len[d], band_end = start[d] + len[d];
-        int64_t hi = piece_end < band_end ? piece_end : band_end;
-        if (lo >= hi)
-            return false;
-        out->src[d] += lo - piece->dst[d];
-        out->dst[d] = lo - start[d];
-        out->len[d] = hi - lo;
+/* Brings what of the piece lies in the band, which are the elements from `band->first` on. The dims before `dim` have
+ * been cut already; each of the others reaches less far than one step of the dim before it. */
+static tb_status gather_piece(worker *w, const tb__disk_tensor *t, const tb__disk_band *band, tb__disk_piece *piece,
+                              int dim) {
+    int64_t low = band->first - piece->dst, high = low + band->nelements, span = 1; /* of the dims behind this one */
+    for (int d = dim + 1; d < piece->ndim; d++)
+        span += (piece->len[d] - 1) * piece->dst_stride[d];
+    if (dim >= piece->ndim)
+        return low <= 0 && high > 0
+                   ? tb__disk_gather_piece(&w->gather, piece, w->band + tb__dtype_bytes(t->band_dtype, -low),
+                                           t->band_dtype)
+                   : TB_OK;
+    int64_t stride = piece->dst_stride[dim], len = piece->len[dim];
+    /* Indices that lie in the band in part, and those that do as a whole. */
+    int64_t begin = low < span ? 0 : (low - span) / stride + 1, end = high <= 0 ? 0 : (high - 1) / stride + 1;
+    int64_t whole = low <= 0 ? 0 : (low - 1) / stride + 1, whole_end = high < span ? 0 : (high - span) / stride + 1;
+    end = end < len ? end : len;
+    whole_end = whole_end < end ? whole_end : end;
+    for (int64_t i = begin; i < end; i++) {
+        tb__disk_piece one = *piece;
+        bool is_whole = i >= whole && i < whole_end;
+        one.len[dim] = is_whole ? whole_end - i : 1;
+        one.dst += i * stride;
+        one.src += i * piece->src_stride[dim];
+        if (is_whole)
+            TB_TRY(tb__disk_gather_piece(
+                &w->gather, &one, w->band + tb__dtype_bytes(t->band_dtype, one.dst - band->first), t->band_dtype));
+        else
+            TB_TRY(gather_piece(w, t, band, &one, dim + 1));
+        i += one.len[dim] - 1;
     }
-    return true;
+    return TB_OK;
 }
 
-static tb_status gather_band(worker *w, const tb__disk_tensor *t, const int64_t *start, const int64_t *len) {
-    int ndim = t->shape.ndim;
-    for (size_t i = ndim ? first_piece(w, start[0]) : 0; i < w->pieces.count; i++) {
-        const tb__disk_piece *piece = &w->pieces.item[i];
-        tb__disk_piece part;
-        int64_t at = 0;
-        if (ndim && piece->dst[0] >= start[0] + len[0])
+static tb_status gather_band(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
+    if (t->has_padding)
+        memset(w->band, 0, (size_t)tb__dtype_bytes(t->band_dtype, band->nelements));
+    for (size_t i = first_piece(w, band->first); i < w->pieces.count; i++) {
+        tb__disk_piece *piece = &w->pieces.item[i];
+        if (piece->dst >= band->first + band->nelements)
             break;
-        if (!clip_piece(piece, ndim, start, len, &part))
-            continue;
-        for (int d = 0; d < ndim; d++)
-            at += part.dst[d] * w->bands.stride[d];
-        TB_TRY(
-            tb__disk_gather_piece(&w->gather, t, &part, w->band + tb__dtype_bytes(t->band_dtype, at), w->bands.stride));
+        TB_TRY(gather_piece(w, t, band, piece, 0));
     }
     return TB_OK;
 }
@@ -257,7 +251,7 @@ static tb_status do_band(worker *w, int64_t i) {
     const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
     tb__disk_band band;
     tb__disk_bands_at(&w->bands, i, &band);
-    TB_TRY(gather_band(w, t, band.start, band.len));
+    TB_TRY(gather_band(w, t, &band));
     if (w->job->is_looking)
         return measure_band(w, t, &band);
     if (t->dst_quant.format.kind)
@@ -286,11 +280,24 @@ static tb_status deliver_scales(worker *w) {
 typedef struct stretch {
     bool is_over; /* there is nothing left */
     size_t tensor;
-    bool is_comparison;
+    const tb__disk_stored *compared; /* NULL: none is */
     tb__disk_comparison comparison;
     int32_t rank;
     int64_t first, end;
 } stretch;
+
+/* The next comparison of replicas of what a tensor reads first; NULL: there is none. */
+static const tb__disk_stored *next_comparison(job *j, const tb__disk_tensor *t, tb__disk_comparison *out) {
+    for (; j->is_comparing && j->part < t->nparts; j->part++, j->comparison = (tb__disk_comparison){0}) {
+        tb__disk_stored *stored = t->parts[j->part].from;
+        bool is_seen = stored->reader != j->tensor;
+        for (size_t i = 0; i < j->part && !is_seen && t->nparts > 1; i++)
+            is_seen = t->parts[i].from == stored;
+        if (!is_seen && tb__disk_next_comparison(j->disk->input, stored, &j->comparison, out))
+            return stored;
+    }
+    return NULL;
+}
 
 /* The next stretch that no worker has taken. */
 static tb_status take_stretch(worker *w, stretch *out) {
@@ -305,13 +312,13 @@ static tb_status take_stretch(worker *w, stretch *out) {
         if (out->is_over)
             break;
         out->tensor = j->tensor;
-        out->is_comparison =
-            j->is_comparing && tb__disk_next_comparison(j->disk->input, t, &j->comparison, &out->comparison);
-        if (out->is_comparison)
+        out->compared = next_comparison(j, t, &out->comparison);
+        if (out->compared)
             break;
         if (j->target == tb_layout_nranks(t->dst)) {
             j->tensor++;
             j->target = 0;
+            j->part = 0;
             j->comparison = (tb__disk_comparison){0};
             continue;
         }
@@ -352,8 +359,8 @@ static tb_status run_bands(worker *w) {
         TB_TRY(take_stretch(w, &s));
         if (s.is_over)
             break;
-        if (s.is_comparison) {
-            TB_TRY(tb__disk_compare(&comparer, &j->disk->tensors[s.tensor], &s.comparison));
+        if (s.compared) {
+            TB_TRY(tb__disk_compare(&comparer, s.compared, &s.comparison));
             continue;
         }
         TB_TRY(take_part(w, s.tensor, s.rank));
@@ -419,6 +426,7 @@ static void report_progress(job *j, const tb__disk_opts *opts) {
 static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
     int started = 0;
     j->tensor = 0;
+    j->part = 0;
     j->comparison = (tb__disk_comparison){0};
     j->target = 0;
     j->band = 0;

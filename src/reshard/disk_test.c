@@ -345,7 +345,7 @@ static void bad_sources(void **state) {
 static void bad_targets(void **state) {
     folder *f = *state;
     const char *in = small_source(f, "in"), *out = path_in(f, "out");
-    const tb__disk_opts plain = {0}, model = {.is_model = true};
+    const tb__disk_opts plain = {0}, model = {.files = TB__SPEC_HF};
     assert_fails(reshard_text(small_spec, in, in, &plain), TB_REFUSED,
                  "/in: it holds rank_0.safetensors, rank_1.safetensors; old and new files would be mixed");
     assert_fails(reshard_text(small_spec, in, in, &model), TB_REFUSED,
@@ -377,8 +377,9 @@ static tb_status run_rivals(void *arg, const tb__disk_state *at) {
     rival *r = arg;
     (void)at;
     for (int is_model = 0; is_model < 2; is_model++, r->nruns++)
-        assert_fails(reshard_text(small_spec, r->in, r->out, &(tb__disk_opts){.is_model = is_model}), TB_REFUSED,
-                     "/out: another run writes into this directory");
+        assert_fails(
+            reshard_text(small_spec, r->in, r->out, &(tb__disk_opts){.files = is_model ? TB__SPEC_HF : TB__SPEC_RANKS}),
+            TB_REFUSED, "/out: another run writes into this directory");
     return TB_OK;
 }
 
@@ -387,7 +388,8 @@ static void one_run_at_a_time(void **state) {
     folder *f = *state;
     rival r = {.in = small_source(f, "in"), .out = path_in(f, "out")};
     for (int is_model = 0; is_model < 2; is_model++) {
-        const tb__disk_opts opts = {.is_model = is_model, .verify = true, .progress = run_rivals, .arg = &r};
+        const tb__disk_opts opts = {
+            .files = is_model ? TB__SPEC_HF : TB__SPEC_RANKS, .verify = true, .progress = run_rivals, .arg = &r};
         r.nruns = 0;
         assert_ok(reshard_text(small_spec, r.in, r.out, &opts));
         assert_true(r.nruns >= 4); /* in each of the two passes */
@@ -446,7 +448,8 @@ static void cancelled(void **state) {
     for (int is_verifying = 0; is_verifying < 2; is_verifying++) {
         for (int is_model = 0; is_model < 2; is_model++) {
             bool when = is_verifying;
-            const tb__disk_opts opts = {.verify = true, .is_model = is_model, .progress = give_up, .arg = &when};
+            const tb__disk_opts opts = {
+                .verify = true, .files = is_model ? TB__SPEC_HF : TB__SPEC_RANKS, .progress = give_up, .arg = &when};
             assert_fails(reshard_text(small_spec, in, out, &opts), TB_CANCELLED, "enough");
             assert_int_equal(access(out, F_OK), -1);
         }
@@ -459,7 +462,7 @@ static void no_memory(void **state) {
     folder *f = *state;
     const char *in = small_source(f, "in"), *out = path_in(f, "out");
     for (int is_model = 0; is_model < 2; is_model++) {
-        const tb__disk_opts opts = {.is_model = is_model, .threads = 1};
+        const tb__disk_opts opts = {.files = is_model ? TB__SPEC_HF : TB__SPEC_RANKS, .threads = 1};
         long n = 0;
         for (;; n++) {
             tb__mem_fail_after(n);

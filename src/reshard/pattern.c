@@ -5,8 +5,29 @@
 
 #include <string.h>
 
-tb_status tb__pattern_init(tb__pattern *pattern, const char *text) {
-    *pattern = (tb__pattern){.is_regex = text && *text == '^'};
+/* Behind the ] of a set that begins here: [abc], [a-z], [!abc]; NULL: there is none. */
+static const char *set_end(const char *p) {
+    if (*p != '[')
+        return NULL;
+    p += p[1] == '!' || p[1] == '^' ? 2 : 1;
+    const char *end = *p ? strchr(p + 1, ']') : NULL; /* a ] at its beginning is one of the characters */
+    return end ? end + 1 : NULL;
+}
+
+static bool is_in_set(const char *p, char c) {
+    const char *end = set_end(p) - 1;
+    bool is_not = p[1] == '!' || p[1] == '^', is_found = false;
+    for (p += is_not ? 2 : 1; p < end; p++) {
+        bool is_range = p[1] == '-' && p + 2 < end;
+        unsigned char low = (unsigned char)*p, high = (unsigned char)p[is_range ? 2 : 0], at = (unsigned char)c;
+        is_found = is_found || (low <= at && at <= high);
+        p += is_range ? 2 : 0;
+    }
+    return is_found != is_not;
+}
+
+static tb_status init(tb__pattern *pattern, const char *text, bool has_sets) {
+    *pattern = (tb__pattern){.is_regex = text && *text == '^', .has_sets = has_sets};
     if (!text || !*text)
         return tb__fail(TB_INVALID, "a pattern is empty");
     if (pattern->is_regex) {
@@ -18,8 +39,11 @@ tb_status tb__pattern_init(tb__pattern *pattern, const char *text) {
         }
         pattern->ncaptures = pattern->regex.re_nsub < TB__CAPTURES ? (int)pattern->regex.re_nsub : TB__CAPTURES - 1;
     } else {
-        for (const char *p = text; *p && pattern->ncaptures < TB__CAPTURES - 1; p++)
-            pattern->ncaptures += *p == '*' || *p == '?';
+        for (const char *p = text, *end; *p && pattern->ncaptures < TB__CAPTURES - 1; p = end) {
+            end = has_sets ? set_end(p) : NULL;
+            pattern->ncaptures += end || *p == '*' || *p == '?';
+            end = end ? end : has_sets && *p == '\\' && p[1] ? p + 2 : p + 1;
+        }
     }
     pattern->text = tb__strdup(text);
     if (pattern->text)
@@ -27,6 +51,14 @@ tb_status tb__pattern_init(tb__pattern *pattern, const char *text) {
     if (pattern->is_regex)
         regfree(&pattern->regex);
     return TB_NO_MEMORY;
+}
+
+tb_status tb__pattern_init(tb__pattern *pattern, const char *text) {
+    return init(pattern, text, false);
+}
+
+tb_status tb__pattern_init_shell(tb__pattern *pattern, const char *text) {
+    return init(pattern, text, true);
 }
 
 void tb__pattern_fini(tb__pattern *pattern) {
@@ -42,21 +74,23 @@ static void set_capture(tb__capture *captures, int i, const char *start, const c
 }
 
 /* Stars take as little as they can, from left to right; only the last one ever has to take more. */
-static bool match_glob(const char *p, const char *s, tb__capture *captures) {
+static bool match_glob(const char *p, const char *s, bool has_sets, tb__capture *captures) {
     const char *star = NULL, *from = NULL, *taken = NULL; /* the last star, and what it has taken */
     int n = 0, star_capture = 0;
     for (;;) {
+        const char *end = has_sets ? set_end(p) : NULL;
+        bool is_escaped = has_sets && *p == '\\' && p[1];
         if (*p == '*') {
             star = p++;
             from = taken = s;
             star_capture = ++n;
             set_capture(captures, n, from, taken);
-        } else if (*p == '?' && *s) {
+        } else if (*s && (*p == '?' || (end && is_in_set(p, *s)))) {
             set_capture(captures, ++n, s, s + 1);
-            p++;
+            p = end ? end : p + 1;
             s++;
-        } else if (*p && *p == *s) {
-            p++;
+        } else if (*p && !end && p[is_escaped] == *s) {
+            p += is_escaped ? 2 : 1;
             s++;
         } else if (!*p && !*s) {
             return true;
@@ -87,7 +121,7 @@ bool tb__pattern_match(const tb__pattern *pattern, const char *name, tb__capture
     size_t length = strlen(name);
     captures[0] = (tb__capture){name, length};
     return pattern->is_regex ? match_regex(&pattern->regex, name, length, captures)
-                             : match_glob(pattern->text, name, captures);
+                             : match_glob(pattern->text, name, pattern->has_sets, captures);
 }
 
 tb_status tb__replacement_check(const tb__pattern *pattern, const char *replacement) {

@@ -1,8 +1,10 @@
 /* Patterns for names: globs and regular expressions with captures, and the place of a number in a name.
  *
  * A pattern that begins with ^ is a POSIX extended regular expression. Any other is a glob, in which * stands for any
- * characters and ? for one. Either has to match the whole name. What the wildcards of a glob or the groups of an
- * expression matched is captured, in their order; the first nine count. */
+ * characters and ? for one; as the shell has it, also [abc], [a-z] or [!abc] for one of these, or none of them, and a
+ * backslash for what follows it. Either has to match the whole
+ * name. What the wildcards of a glob or the groups of an expression matched is captured, in their order; the first nine
+ * count. */
 #ifndef TB_RESHARD_PATTERN_H
 #define TB_RESHARD_PATTERN_H
 
@@ -16,6 +18,7 @@ enum { TB__CAPTURES = 10 }; /* number 0 is the whole name */
 typedef struct tb__pattern {
     char *text;
     bool is_regex;
+    bool has_sets; /* as the shell has it */
     regex_t regex;
     int ncaptures; /* 1 to 9 can be used this far */
 } tb__pattern;
@@ -26,6 +29,7 @@ typedef struct tb__capture {
 } tb__capture;
 
 tb_status tb__pattern_init(tb__pattern *pattern, const char *text);
+tb_status tb__pattern_init_shell(tb__pattern *pattern, const char *text);
 void tb__pattern_fini(tb__pattern *pattern);
 bool tb__pattern_match(const tb__pattern *pattern, const char *name, tb__capture captures[TB__CAPTURES]);
 

@@ -6,7 +6,6 @@
 #include "layout/layout.h"
 #include "reshard/spec_inside.h"
 
-#include <fnmatch.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -103,8 +102,8 @@ static tb_status read_mesh_ranks(const json_t *json, mesh *m, tb__arena *arena) 
     return TB_OK;
 }
 
-static const char *const side_keys[] = {"mesh",   "ranks", "names",        "placements",
-                                        "layout", "dtype", "quantisation", NULL};
+static const char *const side_keys[] = {"mesh",         "ranks", "names", "placements", "layout", "dtype",
+                                        "quantisation", "name",  "view",  "shape",      "stage",  NULL};
 
 static tb_status read_mesh_names(const json_t *json, mesh *m) {
     if (!json_is_array(json) || json_array_size(json) != (size_t)m->ndim)
@@ -135,8 +134,18 @@ static tb_status read_mesh(const json_t *json, mesh *m, tb__arena *arena) {
     return names ? read_mesh_names(names, m) : TB_OK;
 }
 
-static tb_status read_default_mesh(const json_t *root, const char *key, mesh *out, tb__arena *arena) {
-    static const char *const keys[] = {"mesh", "ranks", "names", NULL};
+/* The mesh as a layout, and what it says of layers and experts. */
+static tb_status keep_mesh(const json_t *json, const mesh *m, tb__spec_mesh *kept, tb__arena *arena) {
+    tb_placement place[TB_MAX_DIMS];
+    for (int i = 0; i < TB_MAX_DIMS; i++)
+        place[i] = (tb_placement){.kind = TB_REPLICATE};
+    TB_TRY(tb_layout_create(m->ndim, m->shape, m->ranks, place, &kept->layout));
+    return tb__spec_read_numbers(json, m->ndim, m->shape, m->names, kept, arena);
+}
+
+static tb_status read_default_mesh(const json_t *root, const char *key, mesh *out, tb__spec_mesh *kept,
+                                   tb__arena *arena) {
+    static const char *const keys[] = {"mesh", "ranks", "names", "layers", "experts", NULL};
     const json_t *json = json_object_get(root, key);
     mesh m = one_rank;
     tb_status status = TB_OK;
@@ -146,6 +155,8 @@ static tb_status read_default_mesh(const json_t *root, const char *key, mesh *ou
         status = tb__spec_check_keys(json, keys) == TB_OK ? read_mesh(json, &m, arena) : TB_INVALID;
     else if (json)
         status = tb__fail(TB_INVALID, "it is neither an array of sizes nor an object with 'mesh'");
+    if (status == TB_OK)
+        status = keep_mesh(json, &m, kept, arena);
     if (status != TB_OK)
         return tb__fail_within(status, "%s", key);
     *out = m;
@@ -219,8 +230,8 @@ static tb_status read_named_places(const json_t *json, side *s) {
         if (i == s->mesh.ndim)
             return tb__fail(
                 TB_INVALID,
-                "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements', 'layout', 'dtype' or 'quantisation' nor "
-                "the name of a mesh dim",
+                "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements', 'layout', 'dtype', 'quantisation', 'name', "
+                "'view', 'shape' or 'stage' nor the name of a mesh dim",
                 key);
         tb_status status = read_place(json_object_iter_value(it), &s->place[i]);
         if (status != TB_OK)
@@ -264,7 +275,7 @@ static tb_status read_side_parts(const json_t *json, side *s, tb_dtype *dtype, t
 
 /* {"layout": "mesh=2 place=S0", "dtype": "f16"} */
 static tb_status read_whole_layout(const json_t *json, tb_dtype *dtype, tb_layout **out) {
-    static const char *const keys[] = {"layout", "dtype", "quantisation", NULL};
+    static const char *const keys[] = {"layout", "dtype", "quantisation", "name", "view", "shape", NULL};
     const char *text = json_string_value(json_object_get(json, "layout"));
     TB_TRY(tb__spec_check_keys(json, keys));
     if (!text)
@@ -273,11 +284,63 @@ static tb_status read_whole_layout(const json_t *json, tb_dtype *dtype, tb_layou
     return tb_layout_parse(text, out);
 }
 
-static tb_status read_side(const json_t *rule, const char *key, const mesh *usual, tb_dtype *dtype, tb_layout **out,
+/* Text with what the rule's wildcards matched. */
+static tb_status read_template(const json_t *json, const char *key, const tb__spec_rule *rule, tb__arena *arena,
+                               const char **out) {
+    const json_t *value = json_object_get(json, key);
+    if (!value)
+        return TB_OK;
+    if (!json_is_string(value) || !*json_string_value(value))
+        return tb__fail(TB_INVALID, "'%s' is not text", key);
+    tb_status status = rule->pattern.text ? tb__replacement_check(&rule->pattern, json_string_value(value)) : TB_OK;
+    if (status != TB_OK)
+        return tb__fail_within(status, "'%s'", key);
+    *out = tb__arena_strdup(arena, json_string_value(value));
+    return *out ? TB_OK : TB_NO_MEMORY;
+}
+
+/* A view that is wrong for every tensor is said at once; one with captures when they are known. */
+static tb_status check_view(const char *text) {
+    tb_view *view;
+    if (!text || strchr(text, '\\'))
+        return TB_OK;
+    TB_TRY(tb_view_parse(text, &view));
+    tb_view_destroy(view);
+    return TB_OK;
+}
+
+static tb_status read_form(const json_t *json, bool is_target, const tb__spec_rule *rule, tb__spec_form *form,
                            tb__arena *arena) {
-    const json_t *json = json_object_get(rule, key);
+    const json_t *shape = json_object_get(json, "shape"), *stage = json_object_get(json, "stage");
+    if (!is_target && (json_object_get(json, "name") || shape))
+        return tb__fail(TB_INVALID, "'%s' is for 'dst'; the source's %s", shape ? "shape" : "name",
+                        shape ? "is the entry's 'shape'" : "is what 'match' matches");
+    TB_TRY(read_template(json, "name", rule, arena, &form->name));
+    TB_TRY(read_template(json, "view", rule, arena, &form->view));
+    TB_TRY(check_view(form->view));
+    form->has_own_mesh =
+        json_object_get(json, "mesh") || json_object_get(json, "ranks") || json_object_get(json, "layout");
+    form->has_stage = stage != NULL;
+    form->stage = json_integer_value(stage);
+    if (stage && (!json_is_integer(stage) || form->has_own_mesh))
+        return tb__fail(TB_INVALID, "'stage' is not a number, or goes with a mesh of its own");
+    form->has_shape = shape != NULL;
+    if (!shape)
+        return TB_OK;
+    tb_status status = tb__shape_from_json(shape, &form->shape);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "shape");
+}
+
+static tb_status read_side(const json_t *json_rule, const char *key, const mesh *usual, tb__spec_rule *rule,
+                           tb_dtype *dtype, tb_layout **out, tb__arena *arena) {
+    const json_t *json = json_object_get(json_rule, key);
     const char *text = json_string_value(json);
-    tb_status status;
+    bool is_target = strcmp(key, "dst") == 0;
+    tb__spec_form *form = is_target ? &rule->dst_form : &rule->src_form;
+    tb_status status = json_is_object(json) ? read_form(json, is_target, rule, form, arena) : TB_OK;
+    form->has_own_mesh |= text && strstr(text, "mesh=");
+    if (status != TB_OK)
+        return tb__fail_within(status, "%s", key);
     if (text && strstr(text, "mesh=")) {
         status = tb_layout_parse(text, out);
     } else if (json_object_get(json, "layout")) {
@@ -315,20 +378,21 @@ static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_r
         return TB_OK;
     tb_dtype side_dtype = TB_DTYPE_NONE;
     TB_TRY(read_dtype(json_object_get(json, "dtype"), &rule->src_dtype));
-    TB_TRY(read_side(json, "src", &r->src, &side_dtype, &rule->src, &r->spec->arena));
+    TB_TRY(read_side(json, "src", &r->src, rule, &side_dtype, &rule->src, &r->spec->arena));
     if (side_dtype != TB_DTYPE_NONE && rule->src_dtype != TB_DTYPE_NONE && side_dtype != rule->src_dtype)
         return tb__fail(TB_INVALID, "its dtype is %s, but that of 'src' is %s", tb_dtype_name(rule->src_dtype),
                         tb_dtype_name(side_dtype));
     if (side_dtype != TB_DTYPE_NONE)
         rule->src_dtype = side_dtype;
-    TB_TRY(read_side(json, "dst", &r->dst, &rule->dst_dtype, &rule->dst, &r->spec->arena));
+    TB_TRY(read_side(json, "dst", &r->dst, rule, &rule->dst_dtype, &rule->dst, &r->spec->arena));
     TB_TRY(tb__spec_read_quants(json, json_object_get(json, "match") != NULL, rule, &r->spec->arena));
-    if (!rule->has_shape)
-        return TB_OK;
-    tb_status status = tb_layout_check(rule->src, &rule->shape);
+    tb_status status = rule->has_shape ? tb_layout_check(rule->src, &rule->shape) : TB_OK;
     if (status != TB_OK)
         return tb__fail_within(status, "src");
-    status = tb_layout_check(rule->dst, &rule->shape);
+    if (rule->dst_form.has_shape)
+        status = tb_layout_check(rule->dst, &rule->dst_form.shape);
+    else if (rule->has_shape && !rule->src_form.view && !rule->dst_form.view)
+        status = tb_layout_check(rule->dst, &rule->shape);
     return status == TB_OK ? TB_OK : tb__fail_within(status, "dst");
 }
 
@@ -340,25 +404,48 @@ static tb_status read_rule(const reader *r, const json_t *json, const char *cons
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", rule->where);
 }
 
-static tb_status read_tensors(const reader *r, const json_t *json) {
+/* One that follows another of the same tensors holds together with that. */
+static tb_status read_entry(const reader *r, const json_t *json, const char *const *keys, tb__spec_rule *rule,
+                            const tb__spec_rule *before) {
+    TB_TRY(read_rule(r, json, keys, rule));
+    rule->is_more = before && strcmp(before->match, rule->match) == 0;
+    if (rule->is_more && (rule->is_skipped || before->is_skipped))
+        return tb__fail(TB_INVALID, "%s: of what holds for the same tensors, one leaves them out", rule->where);
+    return TB_OK;
+}
+
+static tb_status read_tensor(const reader *r, const char *name, const json_t *json) {
     static const char *const keys[] = {"shape", "dtype", "src", "dst", "skip", NULL};
     tb__spec *spec = r->spec;
+    size_t count = json_is_array(json) ? json_array_size(json) : 1;
+    for (size_t i = 0; i < count; i++) {
+        tb__spec_rule *rule = &spec->tensors[spec->ntensors], *before = i > 0 ? rule - 1 : NULL;
+        *rule = (tb__spec_rule){.match = before ? before->match : tb__arena_strdup(&spec->arena, name)};
+        if (!rule->match || (i == 0 && !tb__index_add(&spec->by_name, tb__hash_string(0, rule->match), spec->ntensors)))
+            return TB_NO_MEMORY;
+        spec->ntensors++;
+        snprintf(rule->where, sizeof rule->where, "tensors '%.50s'", rule->match);
+        TB_TRY(read_entry(r, json_is_array(json) ? json_array_get(json, i) : json, keys, rule, before));
+    }
+    return TB_OK;
+}
+
+static tb_status read_tensors(const reader *r, const json_t *json) {
+    tb__spec *spec = r->spec;
+    size_t count = 0;
     if (!json)
         return TB_OK;
     if (!json_is_object(json))
         return tb__fail(TB_INVALID, "'tensors' is not an object of names and what holds for them");
-    spec->tensors = tb__arena_alloc(&spec->arena, json_object_size(json), sizeof *spec->tensors);
+    for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
+        const json_t *value = json_object_iter_value(it);
+        count += json_is_array(value) ? json_array_size(value) : 1;
+    }
+    spec->tensors = tb__arena_alloc(&spec->arena, count, sizeof *spec->tensors);
     if (!spec->tensors)
         return TB_NO_MEMORY;
-    for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
-        tb__spec_rule *rule = &spec->tensors[spec->ntensors];
-        *rule = (tb__spec_rule){.match = tb__arena_strdup(&spec->arena, json_object_iter_key(it))};
-        if (!rule->match || !tb__index_add(&spec->by_name, tb__hash_string(0, rule->match), spec->ntensors))
-            return TB_NO_MEMORY;
-        spec->ntensors++;
-        snprintf(rule->where, sizeof rule->where, "tensors '%.50s'", rule->match);
-        TB_TRY(read_rule(r, json_object_iter_value(it), keys, rule));
-    }
+    for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it))
+        TB_TRY(read_tensor(r, json_object_iter_key(it), json_object_iter_value(it)));
     return TB_OK;
 }
 
@@ -380,23 +467,39 @@ static tb_status read_rules(const reader *r, const json_t *json) {
         if (!rule->match)
             return TB_NO_MEMORY;
         snprintf(rule->where, sizeof rule->where, "rules %zu", spec->nrules++);
-        TB_TRY(read_rule(r, one, keys, rule));
+        tb_status status = match ? tb__pattern_init_shell(&rule->pattern, match) : TB_OK;
+        if (status != TB_OK)
+            return tb__fail_within(status, "%s", rule->where);
+        TB_TRY(read_entry(r, one, keys, rule, rule > spec->rules ? rule - 1 : NULL));
         if (!match)
             return tb__fail(TB_INVALID, "%s: 'match' is missing or not text", rule->where);
     }
     return TB_OK;
 }
 
+static tb_status read_files(const json_t *json, tb__spec_files *out) {
+    static const char *const words[] = {[TB__SPEC_RANKS] = "ranks", [TB__SPEC_HF] = "hf", [TB__SPEC_VLLM] = "vllm"};
+    const char *text = json_string_value(json);
+    for (size_t i = 0; text && i < sizeof words / sizeof *words; i++) {
+        if (strcmp(text, words[i]) == 0) {
+            *out = (tb__spec_files)i;
+            return TB_OK;
+        }
+    }
+    return json ? tb__fail(TB_INVALID, "'files' is none of \"ranks\", \"hf\" and \"vllm\"") : TB_OK;
+}
+
 static tb_status read_root(tb__spec *spec, const json_t *json) {
-    static const char *const keys[] = {"src_mesh", "dst_mesh", "tensors", "rules", NULL};
+    static const char *const keys[] = {"src_mesh", "dst_mesh", "tensors", "rules", "files", NULL};
     reader r = {.spec = spec};
     if (!json_is_object(json))
         return tb__fail(TB_INVALID, "a spec is a JSON object");
     TB_TRY(tb__spec_check_keys(json, keys));
     if (!json_object_get(json, "tensors") && !json_object_get(json, "rules"))
         return tb__fail(TB_INVALID, "a spec has 'tensors' or 'rules'; this one has neither");
-    TB_TRY(read_default_mesh(json, "src_mesh", &r.src, &spec->arena));
-    TB_TRY(read_default_mesh(json, "dst_mesh", &r.dst, &spec->arena));
+    TB_TRY(read_files(json_object_get(json, "files"), &spec->files));
+    TB_TRY(read_default_mesh(json, "src_mesh", &r.src, &spec->src_mesh, &spec->arena));
+    TB_TRY(read_default_mesh(json, "dst_mesh", &r.dst, &spec->dst_mesh, &spec->arena));
     TB_TRY(read_tensors(&r, json_object_get(json, "tensors")));
     return read_rules(&r, json_object_get(json, "rules"));
 }
@@ -445,7 +548,10 @@ void tb__spec_destroy(tb__spec *spec) {
         tb__spec_rule *rule = i < spec->ntensors ? &spec->tensors[i] : &spec->rules[i - spec->ntensors];
         tb_layout_destroy(rule->src);
         tb_layout_destroy(rule->dst);
+        tb__pattern_fini(&rule->pattern);
     }
+    tb_layout_destroy(spec->src_mesh.layout);
+    tb_layout_destroy(spec->dst_mesh.layout);
     tb__index_fini(&spec->by_name);
     tb__arena_fini(&spec->arena);
     free(spec);
@@ -457,9 +563,15 @@ const tb__spec_rule *tb__spec_find(const tb__spec *spec, const char *name) {
         if (strcmp(spec->tensors[i].match, name) == 0)
             return &spec->tensors[i];
     }
+    tb__capture captures[TB__CAPTURES];
     for (i = 0; i < spec->nrules; i++) {
-        if (fnmatch(spec->rules[i].match, name, 0) == 0)
+        if (!spec->rules[i].is_more && tb__pattern_match(&spec->rules[i].pattern, name, captures))
             return &spec->rules[i];
     }
     return NULL;
+}
+
+const tb__spec_rule *tb__spec_more(const tb__spec *spec, const tb__spec_rule *rule) {
+    const tb__spec_rule *end = rule->pattern.text ? spec->rules + spec->nrules : spec->tensors + spec->ntensors;
+    return rule + 1 < end && rule[1].is_more ? rule + 1 : NULL;
 }

@@ -140,6 +140,21 @@ static tb_status add_ranked(hash_side *side, hash_tensor *t, const tb_layout *la
     return TB_OK;
 }
 
+/* Both checkpoints have to have the same tensors, by the same names. */
+static tb_status refuse_other_forms(const tb__spec *spec, const tb__disk_tensor *t) {
+    const tb__disk_part *part = &t->parts[0];
+    bool is_renumbered = false;
+    for (int i = 0; i < TB__SPEC_NUMBERS; i++)
+        is_renumbered |= spec->src_mesh.numbers[i].pattern || spec->dst_mesh.numbers[i].pattern;
+    if (t->nparts == 1 && !part->src_view && !part->dst_view && !is_renumbered &&
+        strcmp(part->from->name, t->name) == 0)
+        return TB_OK;
+    return tb__fail(TB_REFUSED,
+                    "tensor '%.100s' has other names or views on the two sides of the spec; `tensorbus diff` compares "
+                    "such checkpoints",
+                    t->name);
+}
+
 /* The source of a resharding, whose shapes are worked out from the files. */
 static tb_status add_sources(hash_side *side, const tb__spec *spec) {
     TB_TRY(tb__disk_open(spec, side->path, true, &side->disk));
@@ -149,12 +164,14 @@ static tb_status add_sources(hash_side *side, const tb__spec *spec) {
     for (size_t i = 0; i < side->disk->count; i++) {
         const tb__disk_tensor *from = &side->disk->tensors[i];
         hash_tensor *t = &side->tensors[side->count++];
-        if (from->src_quant.format.kind)
+        if (from->parts[0].from->quant.format.kind)
             return tb__fail(TB_REFUSED, "tensor '%.100s' is quantised by the spec; its bits are not compared",
                             from->name);
-        *t = (hash_tensor){.name = from->name, .shape = from->shape, .shown = from->shape, .dtype = from->src_dtype};
+        TB_TRY(refuse_other_forms(spec, from));
+        *t = (hash_tensor){
+            .name = from->name, .shape = from->shape, .shown = from->shape, .dtype = from->parts[0].from->dtype};
         t->dtype_name = tb_dtype_name(t->dtype);
-        TB_TRY(add_ranked(side, t, from->src));
+        TB_TRY(add_ranked(side, t, from->parts[0].from->layout));
     }
     return TB_OK;
 }

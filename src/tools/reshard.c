@@ -96,8 +96,6 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
         if (!value[i] && !(i == OUT && value[DRY_RUN]))
             return tb__fail(TB_INVALID, "--%s is missing; see `tensorbus reshard --help`", options[i].name);
     }
-    if (value[MAX_FILE_SIZE] && !value[HF])
-        return tb__fail(TB_INVALID, "--max-file-size goes with --hf");
     *opts = (tb__disk_opts){.memory = INT64_C(1) << 30, .max_file_bytes = INT64_C(5) << 30};
     TB_TRY(read_size(value[MEMORY], "memory", TB__DISK_MIN_MEMORY, &opts->memory));
     TB_TRY(read_size(value[MAX_FILE_SIZE], "max-file-size", 1, &opts->max_file_bytes));
@@ -107,7 +105,7 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
             return tb__fail(TB_INVALID, "--threads: '%.40s' is not a number between 1 and 1024", value[THREADS]);
     }
     opts->threads = (int)threads;
-    opts->is_model = value[HF] != NULL;
+    opts->files = value[HF] ? TB__SPEC_HF : TB__SPEC_RANKS;
     opts->verify = value[VERIFY] != NULL;
     opts->trust_replicas = value[TRUST] != NULL;
     opts->sync = value[SYNC] != NULL;
@@ -120,18 +118,20 @@ static int64_t peak_memory(void) {
 }
 
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
-    if (t->src_quant.format.kind)
-        tb__text_add(out, "%s as ", tb__quant_name(t->src_quant.format.kind));
-    tb__text_add(out, "%s", t->unknown ? t->unknown->unknown_dtype : tb_dtype_name(t->src_dtype));
+    const tb__disk_stored *from = t->parts[0].from;
+    if (from->quant.format.kind)
+        tb__text_add(out, "%s as ", tb__quant_name(from->quant.format.kind));
+    tb__text_add(out, "%s", t->unknown ? t->unknown->unknown_dtype : tb_dtype_name(from->dtype));
     if (t->dst_quant.format.kind)
         tb__text_add(out, " to %s", tb__quant_name(t->dst_quant.format.kind));
-    else if (t->dst_dtype != t->src_dtype)
+    else if (t->dst_dtype != from->dtype)
         tb__text_add(out, " to %s", tb_dtype_name(t->dst_dtype));
 }
 
 static void add_tensors(tb__text *out, const tb__disk *disk) {
     tool_table table = {0};
     tool_table_column(&table, "tensor", false);
+    tool_table_column(&table, "from", false);
     tool_table_column(&table, "shape", false);
     tool_table_column(&table, "dtype", false);
     tool_table_column(&table, "source", false);
@@ -142,9 +142,15 @@ static void add_tensors(tb__text *out, const tb__disk *disk) {
         tb__text shape = {0}, dtype = {0}, src = {0}, dst = {0};
         tool_add_shape(&shape, t->unknown ? &t->unknown->shape : &t->shape);
         add_dtypes(&dtype, t);
-        tool_add_layout(&src, t->src);
+        tool_add_layout(&src, t->parts[0].from->layout);
         tool_add_layout(&dst, t->dst);
         tool_table_cell(&table, "%s", t->name);
+        tb__text from = {0};
+        if (t->nparts > 1 || strcmp(t->parts[0].from->name, t->name) != 0)
+            tb__text_add(&from, "%s", t->parts[0].from->name);
+        if (t->nparts > 1)
+            tb__text_add(&from, " and %zu more", t->nparts - 1);
+        tool_table_take(&table, &from);
         tool_table_take(&table, &shape);
         tool_table_take(&table, &dtype);
         tool_table_take(&table, &src);
@@ -192,17 +198,24 @@ static void add_json_tensors(tb__text *out, const tb__disk *disk) {
             tb__text_add(out, "%s%" PRId64, d ? "," : "", shape->dim[d]);
         const char *unknown = t->unknown ? t->unknown->unknown_dtype : NULL;
         tb__text_add(out, "],\"src_dtype\":\"%s\",\"dst_dtype\":\"%s\"",
-                     unknown ? unknown : tb_dtype_name(t->src_dtype), unknown ? unknown : tb_dtype_name(t->dst_dtype));
-        if (t->src_quant.format.kind)
-            tb__text_add(out, ",\"src_quantisation\":\"%s\"", tb__quant_name(t->src_quant.format.kind));
+                     unknown ? unknown : tb_dtype_name(t->parts[0].from->dtype),
+                     unknown ? unknown : tb_dtype_name(t->dst_dtype));
+        if (t->parts[0].from->quant.format.kind)
+            tb__text_add(out, ",\"src_quantisation\":\"%s\"", tb__quant_name(t->parts[0].from->quant.format.kind));
         if (t->dst_quant.format.kind)
             tb__text_add(out, ",\"quantisation\":\"%s\"", tb__quant_name(t->dst_quant.format.kind));
         if (t->group) {
             tb__text_add(out, ",\"group\":");
             tb__text_add_json(out, t->group);
         }
-        add_json_layout(out, "src", t->src);
+        add_json_layout(out, "src", t->parts[0].from->layout);
         add_json_layout(out, "dst", t->dst);
+        tb__text_add(out, ",\"from\":[");
+        for (size_t k = 0; k < t->nparts; k++) {
+            tb__text_add(out, k ? "," : "");
+            tb__text_add_json(out, t->parts[k].from->name);
+        }
+        tb__text_add(out, "]");
         tb__text_add(out, ",\"bytes\":%" PRId64 "}", t->dst_nbytes);
     }
 }
@@ -325,7 +338,14 @@ static tb_status run_all(const char *const *value, tb__text *out) {
     tb_status status = tb__spec_load(value[SPEC], &spec);
     if (status == TB_OK)
         status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);
-    if (status == TB_OK && opts.is_model && disk->nranks != 1)
+    if (status == TB_OK && spec->files != TB__SPEC_RANKS) {
+        if (value[HF] && spec->files != TB__SPEC_HF)
+            status = tb__fail(TB_INVALID, "--hf: the spec has other 'files'");
+        opts.files = spec->files;
+    }
+    if (status == TB_OK && value[MAX_FILE_SIZE] && opts.files != TB__SPEC_HF)
+        status = tb__fail(TB_INVALID, "--max-file-size goes with --hf");
+    if (status == TB_OK && opts.files == TB__SPEC_HF && disk->nranks != 1)
         status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
     if (status == TB_OK && !value[DRY_RUN])
         status = reshard(disk, value[OUT], &opts, &seconds);
