@@ -168,7 +168,11 @@ typedef struct tb__disk_piece {
     int64_t dst, dst_stride[TB_MAX_DIMS];
 } tb__disk_piece;
 
-typedef TB_VEC(tb__disk_piece) tb__disk_pieces;
+/* Those of a part, by where they begin in it. */
+typedef struct tb__disk_pieces {
+    TB_VEC(tb__disk_piece) list;
+    TB_VEC(int64_t) reach; /* the highest end of those up to each */
+} tb__disk_pieces;
 
 /* Sorts the piece's dims by their strides, slowest first, and joins those that are one dim on both sides. */
 void tb__disk_piece_join(tb__disk_piece *piece, bool by_target);
@@ -200,6 +204,10 @@ typedef struct tb__disk_gather {
 } tb__disk_gather;
 
 void tb__disk_gather_fini(tb__disk_gather *gather); /* not the stage */
+
+/* Brings a band of a part together; `to` has room for it, in the tensor's band_dtype. */
+tb_status tb__disk_gather_band(tb__disk_gather *gather, const tb__disk_tensor *tensor, const tb__disk_pieces *pieces,
+                               const tb__disk_band *band, unsigned char *to);
 
 /* Brings the piece to memory of this dtype, where its element 0 goes. */
 tb_status tb__disk_gather_piece(tb__disk_gather *gather, const tb__disk_piece *piece, void *to, tb_dtype dtype);

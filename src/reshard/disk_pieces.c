@@ -1,5 +1,6 @@
 /* The pieces that a target rank's part of a tensor is made of: boxes of what both sides have, from a plan or from the
  * layouts, with their places in the files of both. */
+#include "base/dtype.h"
 #include "base/int.h"
 #include "plan/plan.h"
 #include "reshard/disk_inside.h"
@@ -134,7 +135,7 @@ static tb_status add_piece(const tb__disk_part *part, const tb__disk_box *box, c
         piece.src += source ? box->src[d] * source->stride[d] : 0;
     }
     tb__disk_piece_join(&piece, true);
-    return tb__vec_push(out, piece) ? TB_OK : TB_NO_MEMORY;
+    return tb__vec_push(&out->list, piece) ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status list_part(const tb__disk_tensor *t, const tb__disk_part *part, int32_t rank, bool by_plan,
@@ -153,9 +154,88 @@ static tb_status list_part(const tb__disk_tensor *t, const tb__disk_part *part, 
     return status;
 }
 
+static int64_t piece_end(const tb__disk_piece *piece) {
+    int64_t end = piece->dst + 1;
+    for (int d = 0; d < piece->ndim; d++)
+        end += (piece->len[d] - 1) * piece->dst_stride[d];
+    return end;
+}
+
+static int compare_pieces(const void *left, const void *right) {
+    const tb__disk_piece *a = left, *b = right;
+    return (a->dst > b->dst) - (a->dst < b->dst);
+}
+
+/* Pieces that lie before a band, or after it, need not be looked at one by one. */
+static tb_status sort_pieces(tb__disk_pieces *pieces) {
+    pieces->reach.count = 0;
+    if (pieces->list.count == 0)
+        return TB_OK;
+    qsort(pieces->list.item, pieces->list.count, sizeof *pieces->list.item, compare_pieces);
+    int64_t reach = 0;
+    for (size_t i = 0; i < pieces->list.count; i++) {
+        int64_t end = piece_end(&pieces->list.item[i]);
+        reach = end > reach ? end : reach;
+        if (!tb__vec_push(&pieces->reach, reach))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* The first piece that can reach beyond `start`. */
+static size_t first_piece(const tb__disk_pieces *pieces, int64_t start) {
+    size_t i = 0;
+    TB_BISECT(i, pieces->reach.count, pieces->reach.item[i] > start);
+    return i;
+}
+
 tb_status tb__disk_list_pieces(const tb__disk_tensor *t, int32_t rank, bool by_plan, tb_routes *routes,
                                tb__disk_pieces *out, tb__arena *arena) {
+    out->list.count = 0;
     for (size_t i = 0; i < t->nparts; i++)
         TB_TRY(list_part(t, &t->parts[i], rank, by_plan, routes, out, arena));
+    return sort_pieces(out);
+}
+
+/* Brings what of the piece lies in the band, which are the elements from `band->first` on. The dims before `dim` have
+ * been cut already; each of the others reaches less far than one step of the dim before it. */
+static tb_status gather_piece(tb__disk_gather *g, tb_dtype dtype, const tb__disk_band *band,
+                              const tb__disk_piece *piece, int dim, unsigned char *to) {
+    int64_t low = band->first - piece->dst, high = low + band->nelements, span = 1; /* of the dims behind this one */
+    for (int d = dim + 1; d < piece->ndim; d++)
+        span += (piece->len[d] - 1) * piece->dst_stride[d];
+    if (dim >= piece->ndim)
+        return low <= 0 && high > 0 ? tb__disk_gather_piece(g, piece, to + tb__dtype_bytes(dtype, -low), dtype) : TB_OK;
+    int64_t stride = piece->dst_stride[dim], len = piece->len[dim];
+    /* Indices that lie in the band in part, and those that do as a whole. */
+    int64_t begin = low < span ? 0 : (low - span) / stride + 1, end = high <= 0 ? 0 : (high - 1) / stride + 1;
+    int64_t whole = low <= 0 ? 0 : (low - 1) / stride + 1, whole_end = high < span ? 0 : (high - span) / stride + 1;
+    end = end < len ? end : len;
+    whole_end = whole_end < end ? whole_end : end;
+    for (int64_t i = begin; i < end; i++) {
+        tb__disk_piece one = *piece;
+        bool is_whole = i >= whole && i < whole_end;
+        one.len[dim] = is_whole ? whole_end - i : 1;
+        one.dst += i * stride;
+        one.src += i * piece->src_stride[dim];
+        if (is_whole)
+            TB_TRY(tb__disk_gather_piece(g, &one, to + tb__dtype_bytes(dtype, one.dst - band->first), dtype));
+        else
+            TB_TRY(gather_piece(g, dtype, band, &one, dim + 1, to));
+        i += one.len[dim] - 1;
+    }
+    return TB_OK;
+}
+
+tb_status tb__disk_gather_band(tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_pieces *pieces,
+                               const tb__disk_band *band, unsigned char *to) {
+    if (t->has_padding)
+        memset(to, 0, (size_t)tb__dtype_bytes(t->band_dtype, band->nelements));
+    for (size_t i = first_piece(pieces, band->first); i < pieces->list.count; i++) {
+        const tb__disk_piece *piece = &pieces->list.item[i];
+        if (piece->dst >= band->first + band->nelements)
+            break;
+        TB_TRY(gather_piece(g, t->band_dtype, band, piece, 0, to));
+    }
     return TB_OK;
 }

@@ -58,8 +58,7 @@ typedef struct worker {
     int32_t rank;
     tb__disk_bands bands;
     tb_routes *routes;
-    tb__disk_pieces pieces; /* by their start in dim 0 ... */
-    TB_VEC(int64_t) reach;  /* ... and the highest end there of those up to each */
+    tb__disk_pieces pieces;
     tb__arena arena;
 } worker;
 
@@ -73,51 +72,14 @@ static void fail_job(job *j, tb_status status) {
     pthread_mutex_unlock(&j->lock);
 }
 
-static int64_t piece_end(const tb__disk_piece *piece) {
-    int64_t end = piece->dst + 1;
-    for (int d = 0; d < piece->ndim; d++)
-        end += (piece->len[d] - 1) * piece->dst_stride[d];
-    return end;
-}
-
-static int compare_pieces(const void *left, const void *right) {
-    const tb__disk_piece *a = left, *b = right;
-    return (a->dst > b->dst) - (a->dst < b->dst);
-}
-
-/* Pieces that lie before a band, or after it, need not be looked at one by one. */
-static tb_status sort_pieces(worker *w) {
-    w->reach.count = 0;
-    if (w->pieces.count == 0)
-        return TB_OK;
-    qsort(w->pieces.item, w->pieces.count, sizeof *w->pieces.item, compare_pieces);
-    int64_t reach = 0;
-    for (size_t i = 0; i < w->pieces.count; i++) {
-        int64_t end = piece_end(&w->pieces.item[i]);
-        reach = end > reach ? end : reach;
-        if (!tb__vec_push(&w->reach, reach))
-            return TB_NO_MEMORY;
-    }
-    return TB_OK;
-}
-
-/* The first piece that can reach beyond `start`. */
-static size_t first_piece(const worker *w, int64_t start) {
-    size_t i = 0;
-    TB_BISECT(i, w->reach.count, w->reach.item[i] > start);
-    return i;
-}
-
 static tb_status take_part(worker *w, size_t tensor, int32_t rank) {
     if (w->tensor == tensor && w->rank == rank)
         return TB_OK;
     w->tensor = SIZE_MAX; /* none, should this fail */
     w->rank = rank;
-    w->pieces.count = 0;
     tb__arena_reset(&w->arena);
     TB_TRY(tb__disk_list_pieces(&w->job->disk->tensors[tensor], rank, !w->job->is_verifying, w->routes, &w->pieces,
                                 &w->arena));
-    TB_TRY(sort_pieces(w));
     w->tensor = tensor;
     return TB_OK;
 }
@@ -127,52 +89,6 @@ static tb_status part_shape(const tb__disk_tensor *t, int32_t rank, tb_shape *ou
     TB_TRY(tb_layout_local(t->dst, &t->shape, rank, &local));
     *out = local.shape;
     tb_local_fini(&local);
-    return TB_OK;
-}
-
-/* Brings what of the piece lies in the band, which are the elements from `band->first` on. The dims before `dim` have
- * been cut already; each of the others reaches less far than one step of the dim before it. */
-static tb_status gather_piece(worker *w, const tb__disk_tensor *t, const tb__disk_band *band, tb__disk_piece *piece,
-                              int dim) {
-    int64_t low = band->first - piece->dst, high = low + band->nelements, span = 1; /* of the dims behind this one */
-    for (int d = dim + 1; d < piece->ndim; d++)
-        span += (piece->len[d] - 1) * piece->dst_stride[d];
-    if (dim >= piece->ndim)
-        return low <= 0 && high > 0
-                   ? tb__disk_gather_piece(&w->gather, piece, w->band + tb__dtype_bytes(t->band_dtype, -low),
-                                           t->band_dtype)
-                   : TB_OK;
-    int64_t stride = piece->dst_stride[dim], len = piece->len[dim];
-    /* Indices that lie in the band in part, and those that do as a whole. */
-    int64_t begin = low < span ? 0 : (low - span) / stride + 1, end = high <= 0 ? 0 : (high - 1) / stride + 1;
-    int64_t whole = low <= 0 ? 0 : (low - 1) / stride + 1, whole_end = high < span ? 0 : (high - span) / stride + 1;
-    end = end < len ? end : len;
-    whole_end = whole_end < end ? whole_end : end;
-    for (int64_t i = begin; i < end; i++) {
-        tb__disk_piece one = *piece;
-        bool is_whole = i >= whole && i < whole_end;
-        one.len[dim] = is_whole ? whole_end - i : 1;
-        one.dst += i * stride;
-        one.src += i * piece->src_stride[dim];
-        if (is_whole)
-            TB_TRY(tb__disk_gather_piece(
-                &w->gather, &one, w->band + tb__dtype_bytes(t->band_dtype, one.dst - band->first), t->band_dtype));
-        else
-            TB_TRY(gather_piece(w, t, band, &one, dim + 1));
-        i += one.len[dim] - 1;
-    }
-    return TB_OK;
-}
-
-static tb_status gather_band(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
-    if (t->has_padding)
-        memset(w->band, 0, (size_t)tb__dtype_bytes(t->band_dtype, band->nelements));
-    for (size_t i = first_piece(w, band->first); i < w->pieces.count; i++) {
-        tb__disk_piece *piece = &w->pieces.item[i];
-        if (piece->dst >= band->first + band->nelements)
-            break;
-        TB_TRY(gather_piece(w, t, band, piece, 0));
-    }
     return TB_OK;
 }
 
@@ -251,7 +167,7 @@ static tb_status do_band(worker *w, int64_t i) {
     const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
     tb__disk_band band;
     tb__disk_bands_at(&w->bands, i, &band);
-    TB_TRY(gather_band(w, t, &band));
+    TB_TRY(tb__disk_gather_band(&w->gather, t, &w->pieces, &band, w->band));
     if (w->job->is_looking)
         return measure_band(w, t, &band);
     if (t->dst_quant.format.kind)
@@ -398,8 +314,8 @@ static void worker_fini(worker *w) {
     tb__disk_gather_fini(&w->gather);
     tb_routes_destroy(w->routes);
     tb__arena_fini(&w->arena);
-    free(w->pieces.item);
-    free(w->reach.item);
+    free(w->pieces.list.item);
+    free(w->pieces.reach.item);
     free(w->gather.stage);
     free(w->band);
 }

@@ -4,6 +4,7 @@
 #include "base/text.h"
 #include "format/file.h"
 #include "layout/layout.h"
+#include "reshard/model_spec.h"
 #include "reshard/spec_inside.h"
 
 #include <inttypes.h>
@@ -504,15 +505,26 @@ static tb_status read_root(tb__spec *spec, const json_t *json) {
     return read_rules(&r, json_object_get(json, "rules"));
 }
 
-tb_status tb__spec_parse(const char *text, size_t length, tb__spec **out) {
+static tb_status load_json(const char *text, size_t length, json_t **out) {
     json_error_t error;
-    json_t *json = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
-    if (!json)
+    *out = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
+    if (!*out)
         return tb__fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID,
                         "not JSON, at line %d, column %d: %s", error.line, error.column, error.text);
+    return TB_OK;
+}
+
+tb_status tb__spec_parse(const char *text, size_t length, tb__spec **out) {
+    json_t *json;
+    TB_TRY(load_json(text, length, &json));
+    tb_status status = tb__spec_from_json(json, out);
+    json_decref(json);
+    return status;
+}
+
+tb_status tb__spec_from_json(const json_t *json, tb__spec **out) {
     tb__spec *spec = tb__calloc(1, sizeof *spec);
     tb_status status = spec ? read_root(spec, json) : TB_NO_MEMORY;
-    json_decref(json);
     if (status != TB_OK)
         tb__spec_destroy(spec);
     else
@@ -520,7 +532,20 @@ tb_status tb__spec_parse(const char *text, size_t length, tb__spec **out) {
     return status;
 }
 
-tb_status tb__spec_load(const char *path, tb__spec **out) {
+/* What the text stands for, where it refers to a model. */
+static tb_status parse_for(const char *text, size_t length, const char *dir, tb__text *notes, tb__spec **out) {
+    json_t *json, *resolved = NULL;
+    TB_TRY(load_json(text, length, &json));
+    tb_status status = json_object_get(json, "model") ? tb__model_spec_resolve(json, dir, &resolved, notes) : TB_OK;
+    if (status == TB_OK)
+        status = tb__spec_from_json(resolved ? resolved : json, out);
+    json_decref(json);
+    json_decref(resolved);
+    return status;
+}
+
+tb_status tb__spec_load(const char *path, const char *dir, tb__text *notes, tb__spec **out) {
+    tb__text unused = {0};
     int fd = -1;
     int64_t nbytes = 0;
     TB_TRY(tb__file_open(path, &fd, &nbytes));
@@ -533,11 +558,12 @@ tb_status tb__spec_load(const char *path, tb__spec **out) {
         status = TB_NO_MEMORY;
     } else {
         status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
-        if (status == TB_OK && (status = tb__spec_parse(text, (size_t)nbytes, out)) != TB_OK)
+        if (status == TB_OK && (status = parse_for(text, (size_t)nbytes, dir, notes ? notes : &unused, out)) != TB_OK)
             tb__file_fail_within(status, path);
     }
     close(fd);
     free(text);
+    tb__text_fini(&unused);
     return status;
 }
 

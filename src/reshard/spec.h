@@ -20,6 +20,8 @@
 #include "reshard/pattern.h"
 #include "tensorbus/plan.h"
 
+#include <jansson.h>
+
 enum { TB__SPEC_LAYERS, TB__SPEC_EXPERTS, TB__SPEC_NUMBERS };
 
 /* Layers, or experts, of which each coordinate of a mesh dim has some; the files of its ranks count them from 0. */
@@ -75,8 +77,12 @@ typedef struct tb__spec {
 } tb__spec;
 
 tb_status tb__spec_parse(const char *text, size_t length, tb__spec **out);
-tb_status tb__spec_load(const char *path, tb__spec **out); /* every error message names the file */
-void tb__spec_destroy(tb__spec *spec);                     /* accepts NULL */
+tb_status tb__spec_from_json(const json_t *json, tb__spec **out);
+
+/* Every error message names the file. One that refers to a model takes its sizes from dir's config.json; what that does
+ * not tell is added to `notes`, a line each, which may be NULL. */
+tb_status tb__spec_load(const char *path, const char *dir, tb__text *notes, tb__spec **out);
+void tb__spec_destroy(tb__spec *spec); /* accepts NULL */
 
 /* What holds for the tensor of this name; NULL if nothing does. */
 const tb__spec_rule *tb__spec_find(const tb__spec *spec, const char *name);

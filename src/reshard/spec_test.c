@@ -227,11 +227,12 @@ static void no_memory(void **state) {
 static void files(void **state) {
     folder *f = *state;
     tb__spec *spec = NULL;
-    assert_fails(tb__spec_load(path_in(f, "none.json"), &spec), TB_INVALID, "/none.json: can't be opened");
+    assert_fails(tb__spec_load(path_in(f, "none.json"), NULL, NULL, &spec), TB_INVALID, "/none.json: can't be opened");
     write_bytes(path_in(f, "bad.json"), "{}", 2);
-    assert_fails(tb__spec_load(path_in(f, "bad.json"), &spec), TB_INVALID, "/bad.json: a spec has 'tensors' or");
+    assert_fails(tb__spec_load(path_in(f, "bad.json"), NULL, NULL, &spec), TB_INVALID,
+                 "/bad.json: a spec has 'tensors' or");
     write_bytes(path_in(f, "good.json"), "{\"rules\":[]}", 12);
-    assert_ok(tb__spec_load(path_in(f, "good.json"), &spec));
+    assert_ok(tb__spec_load(path_in(f, "good.json"), NULL, NULL, &spec));
     assert_int_equal(spec->nrules, 0);
     tb__spec_destroy(spec);
 }

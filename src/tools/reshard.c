@@ -1,5 +1,6 @@
 /* tensorbus reshard: a checkpoint sharded one way becomes one sharded another way. */
 #include "tools/guard.h"
+#include "tools/model.h"
 
 #include "base/descriptors.h"
 #include "reshard/disk.h"
@@ -8,7 +9,24 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, UNINDEXED, SYNC, DRY_RUN, JSON, NOPTIONS };
+enum {
+    SPEC,
+    IN,
+    OUT,
+    HF,
+    MAX_FILE_SIZE,
+    MEMORY,
+    THREADS,
+    VERIFY,
+    TRUST,
+    UNINDEXED,
+    SYNC,
+    DRY_RUN,
+    JSON,
+    ALONE,
+    TO,
+    NOPTIONS = TO + 8
+};
 
 static const tool_option options[NOPTIONS + 1] = {
     [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
@@ -25,6 +43,8 @@ static const tool_option options[NOPTIONS + 1] = {
     [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
+    [ALONE] = {"tensors-only", NULL, "do not copy config.json, the tokenizer and other files that are not tensors"},
+    TOOL_MODEL_OPTIONS(TO),
 };
 
 static const char details[] =
@@ -42,13 +62,16 @@ static const char details[] =
     "'src'\n"
     "reads them. docs/reshard.md explains every key.\n"
     "\n"
+    "--to takes the place of a spec for models of well-known families: `tensorbus spec` prints what it stands for.\n"
+    "\n"
     "Files have temporary names until all are complete. Whatever fails leaves nothing behind. A run that is\n"
     "killed (SIGKILL) leaves its temporary files; the next run into the same directory removes them. One run\n"
     "at a time can write into a directory.\n"
     "\n"
     "Examples:\n"
     "  tensorbus reshard --spec tp4_to_tp2.json --in step_1000 --out step_1000_tp2 --verify\n"
-    "  tensorbus reshard --spec merge.json --in step_1000 --out model --hf --max-file-size 4GiB\n";
+    "  tensorbus reshard --spec merge.json --in step_1000 --out model --hf --max-file-size 4GiB\n"
+    "  tensorbus reshard --to vllm --tp 4 --in model --out model_tp4\n";
 
 /* What the progress callback needs. */
 typedef struct watch {
@@ -92,7 +115,13 @@ static tb_status read_size(const char *text, const char *option, int64_t least, 
 
 static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
     int64_t threads = 0;
-    for (int i = SPEC; i <= OUT; i++) {
+    if (value[SPEC] && value[TO])
+        return tb__fail(TB_INVALID, "--spec and --to exclude each other");
+    for (int i = TO + 1; i < NOPTIONS; i++) {
+        if (value[i] && !value[TO])
+            return tb__fail(TB_INVALID, "--%s goes with --to", options[i].name);
+    }
+    for (int i = value[TO] ? IN : SPEC; i <= OUT; i++) {
         if (!value[i] && !(i == OUT && value[DRY_RUN]))
             return tb__fail(TB_INVALID, "--%s is missing; see `tensorbus reshard --help`", options[i].name);
     }
@@ -328,6 +357,20 @@ static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_o
     return status;
 }
 
+static tb_status read_spec(const char *const *value, tb__spec **out) {
+    tb__text notes = {0};
+    json_t *json;
+    if (!value[TO]) {
+        tb_status status = tb__spec_load(value[SPEC], value[IN], &notes, out);
+        tool_say_notes(&notes);
+        return status;
+    }
+    TB_TRY(tool_model_spec(value[IN], &options[TO], &value[TO], &json));
+    tb_status status = tb__spec_from_json(json, out);
+    json_decref(json);
+    return status;
+}
+
 static tb_status run_all(const char *const *value, tb__text *out) {
     tb__disk_opts opts;
     tb__spec *spec = NULL;
@@ -335,7 +378,7 @@ static tb_status run_all(const char *const *value, tb__text *out) {
     double seconds = 0;
     TB_TRY(read_options(value, &opts));
     tb__descriptor_limit_raise(); /* every rank's file is open at once */
-    tb_status status = tb__spec_load(value[SPEC], &spec);
+    tb_status status = read_spec(value, &spec);
     if (status == TB_OK)
         status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);
     if (status == TB_OK && spec->files != TB__SPEC_RANKS) {
@@ -349,6 +392,8 @@ static tb_status run_all(const char *const *value, tb__text *out) {
         status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
     if (status == TB_OK && !value[DRY_RUN])
         status = reshard(disk, value[OUT], &opts, &seconds);
+    if (status == TB_OK && !value[DRY_RUN] && !value[ALONE])
+        status = tool_copy_companions(value[IN], value[OUT]);
     if (status == TB_OK)
         status = report(out, disk, value, seconds);
     tb__disk_close(disk);
@@ -369,9 +414,11 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_reshard = {
     .name = "reshard",
     .summary = "turn a checkpoint sharded one way into one sharded another way",
-    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
-             "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
-             "--spec FILE --in DIR --dry-run [--json]",
+    .usage =
+        "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
+        "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
+        "--to hf|vllm|megatron [--tp N] [--pp N] [--ep N] [--from-form FORM] [--from-tp N] ... --in DIR --out DIR\n"
+        "--spec FILE --in DIR --dry-run [--json]",
     .details = details,
     .options = options,
     .run = run,

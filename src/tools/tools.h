@@ -24,7 +24,7 @@ typedef struct tool_option {
     const char *help;
 } tool_option;
 
-enum { TOOL_MAX_OPTIONS = 16, TOOL_OPERAND = TOOL_MAX_OPTIONS, TOOL_SECOND_OPERAND, TOOL_MAX_VALUES };
+enum { TOOL_MAX_OPTIONS = 24, TOOL_OPERAND = TOOL_MAX_OPTIONS, TOOL_SECOND_OPERAND, TOOL_MAX_VALUES };
 
 typedef struct tool_command {
     const char *name, *summary;
@@ -39,8 +39,8 @@ typedef struct tool_command {
     int (*run)(const tb__config *config, const char *const *value);
 } tool_command;
 
-extern const tool_command tool_agent, tool_bench, tool_config, tool_dashboard, tool_demo, tool_doctor, tool_inspect,
-    tool_layout, tool_plan, tool_reshard, tool_status, tool_store, tool_top, tool_verify;
+extern const tool_command tool_agent, tool_bench, tool_config, tool_dashboard, tool_demo, tool_diff, tool_doctor,
+    tool_inspect, tool_layout, tool_plan, tool_reshard, tool_spec, tool_status, tool_store, tool_top, tool_verify;
 
 /* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help);

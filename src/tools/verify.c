@@ -256,7 +256,7 @@ static int run(const tb__config *config, const char *const *value) {
         if (!tb__read_int(&at, &threads) || *at || threads < 1 || threads > 1024)
             return tool_fail(TOOL_BAD_INPUT, "--threads: '%.40s' is not a number between 1 and 1024", value[THREADS]);
     }
-    tb_status status = value[SPEC] ? tb__spec_load(value[SPEC], &spec) : TB_OK;
+    tb_status status = value[SPEC] ? tb__spec_load(value[SPEC], value[TOOL_OPERAND], NULL, &spec) : TB_OK;
     if (status == TB_OK)
         status = run_sides(value, spec, (int)threads, &a, &b);
     report r = {.a = &a, .b = &b, .is_json = value[JSON] != NULL};

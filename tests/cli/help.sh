@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan inspect reshard verify store config doctor demo bench agent status top; do
+for command in layout plan inspect reshard verify spec diff store config doctor demo bench agent status top; do
     printed "^  $command  *[a-z]"
 done
 accepted
@@ -48,7 +48,10 @@ has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg html jsonl
 has inspect json token-file
 has verify hashes spec threads json
-has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json
+has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json \
+    tensors-only to tp pp ep from-form from-tp from-pp from-ep
+has spec from to tp pp ep from-form from-tp from-pp from-ep
+has diff spec atol rtol all json
 has store listen token-file insecure wait
 has config json
 has doctor store token-file json
