@@ -417,7 +417,7 @@ const tool_command tool_reshard = {
     .usage =
         "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
         "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
-        "--to hf|vllm|megatron [--tp N] [--pp N] [--ep N] [--from-form FORM] [--from-tp N] ... --in DIR --out DIR\n"
+        "--to FORM [--tp N] [--pp N] [--ep N] [--from-form FORM] ... --in DIR --out DIR\n"
         "--spec FILE --in DIR --dry-run [--json]",
     .details = details,
     .options = options,
