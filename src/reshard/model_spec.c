@@ -321,6 +321,8 @@ static void add_experts(maker *k) {
     char from[96];
     PUT(from, "model.layers.@.%s.gate.weight", block);
     places p = whole(from, from, "decoder.layers.@.mlp.router.weight", "");
+    if (strcmp(m->family, "qwen3_moe") == 0) /* the first name, by the alphabet, of a module that vLLM has twice */
+        PUT(p.form[TB__FORM_VLLM].name, "model.layers.@.mlp.experts.gate.weight");
     add_places(k, &p);
     PUT(from, "model.layers.@.%s.gate.e_score_correction_bias", block);
     p = whole(from, from, "decoder.layers.@.mlp.router.expert_bias", "");
@@ -572,7 +574,10 @@ static void add_notes(maker *k, const json_t *config) {
             tb__text_add(k->notes, "vLLM itself deals experts out over all ranks of tp, or cuts each over all\n");
     }
     if (has_vllm)
-        tb__text_add(k->notes, "vLLM's names are those of 0.32; a vocabulary is padded to a multiple of 64\n");
+        tb__text_add(k->notes,
+                     "vLLM's names are those of 0.32; a vocabulary is padded to a multiple of 64\n"
+                     "vLLM's loader asks for attn._k_scale, _v_scale, _q_scale and _prob_scale of each layer, "
+                     "too; no checkpoint has them, and they are not written\n");
     if (has_megatron) {
         tb__text_add(k->notes,
                      "Megatron's names are those of Megatron-Core with Transformer Engine and grouped experts; the "

@@ -16,7 +16,7 @@ static const char details[] =
     "V3, Gemma, Gemma 2 and Gemma 3 (text). What the configuration does not tell is said on standard error.\n"
     "\n"
     "  hf        Hugging Face's files: one rank\n"
-    "  vllm      what vLLM loads with load_format=\"sharded_state\": qkv_proj, gate_up_proj and experts fused\n"
+    "  vllm      the weights of vLLM's load_format=\"sharded_state\": qkv_proj, gate_up_proj and experts fused\n"
     "  megatron  ranks of Megatron-Core with Transformer Engine: interleaved linear_qkv, stages, experts\n"
     "\n"
     "Examples:\n"
