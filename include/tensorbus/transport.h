@@ -62,6 +62,9 @@ typedef struct tb_mem_desc {
     int device;    /* of TB_MEM_CUDA */
     int fd;        /* its memfd, sealed against shrinking, which may be closed after the call; -1: none */
     size_t offset; /* of base in fd */
+    /* Freed memory of the file goes back to the system whoever has the file mapped. So peers may keep it mapped when
+     * nothing in it is registered any more, for what is registered next. */
+    bool may_stay_mapped;
 } tb_mem_desc;
 
 typedef struct tb_mem tb_mem;       /* this rank's memory, registered */

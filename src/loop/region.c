@@ -130,6 +130,7 @@ static tb_status export_by_transport(tb__region *region, tb__peer *peer, tb__pac
         if (tb__memory_find(region->base, region->nbytes, &file)) {
             desc.fd = file.fd;
             desc.offset = (size_t)(region->base - (char *)file.base);
+            desc.may_stay_mapped = !file.is_adopted;
         }
         TB_TRY(tb__transport_register(t, &desc, &region->mem[i]));
     }

@@ -45,7 +45,6 @@ typedef struct tb__memory_arena arena;
 typedef struct file {
     tb__arena_file map;
     bool is_whole;               /* one arena has all of it: of huge pages, and other processes' */
-    bool is_adopted;             /* another process's */
     size_t narenas, nbytes_used; /* now; and what they have had so far */
     LIST_ENTRY(file) link;
 } file;
@@ -176,8 +175,15 @@ static tb_status open_file(size_t nbytes, bool is_huge, file **out) {
     return TB_OK;
 }
 
-/* One without arenas. */
+static void punch_hole(const file *in, const char *base, size_t nbytes) {
+    (void)fallocate(in->map.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, base - (const char *)in->map.base,
+                    (off_t)nbytes);
+}
+
+/* One without arenas. Peers may have it mapped for longer, and must not keep its pages. */
 static void close_file(file *it) {
+    if (!it->map.is_adopted)
+        punch_hole(it, it->map.base, it->map.nbytes);
     pool.file_bytes -= it->is_whole ? 0 : it->map.nbytes;
     LIST_REMOVE(it, link);
     munmap(it->map.base, it->map.nbytes);
@@ -211,8 +217,7 @@ static void release_arena(arena *it) {
         close_file(from);
     } else {
         unmap_but_reserve(it->base, it->nbytes);
-        (void)fallocate(from->map.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->base - (char *)from->map.base,
-                        (off_t)it->nbytes);
+        punch_hole(from, it->base, it->nbytes);
     }
     free(it->first);
     free(it);
@@ -519,7 +524,7 @@ tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes) {
         free(extent);
         return status;
     }
-    from->is_whole = from->is_adopted = true;
+    from->is_whole = from->map.is_adopted = true;
     *made = (arena){.file = from,
                     .base = from->map.base,
                     .nbytes = from->map.nbytes,
@@ -591,7 +596,7 @@ bool tb__memory_hold(const void *ptr, tb__held_arena *out) {
     pthread_mutex_lock(&pool.lock);
     const tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)ptr);
     arena *it = extent && extent->is_used && (uintptr_t)ptr - extent->start < extent->nbytes ? extent->arena : NULL;
-    bool is_ours = it && !it->file->is_adopted;
+    bool is_ours = it && !it->file->map.is_adopted;
     if (is_ours) {
         it->nusers++;
         *out = (tb__held_arena){it, it->base, it->nbytes, !it->is_large};

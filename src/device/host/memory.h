@@ -14,6 +14,7 @@ typedef struct tb__arena_file {
     void *base; /* byte 0 of the file */
     size_t nbytes;
     int fd;
+    bool is_adopted; /* another process's. If it is not, memory that is freed leaves the file */
 } tb__arena_file;
 
 /* Memory of tb_alloc in pages of its own, which `pin` has pinned; tb_free unpins it first. */

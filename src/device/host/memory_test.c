@@ -244,6 +244,23 @@ static void test_idle_is_bounded(void **state) {
     tb_free(stays);
 }
 
+/* A file that is closed here has no pages left, although others may still have it mapped. */
+static void test_closed_files_are_empty(void **state) {
+    (void)state;
+    const size_t nbytes = (size_t)5 << 28; /* more than is kept */
+    char *p = take(nbytes);
+    struct stat info;
+    *p = 1;
+    int fd = dup(find(p, nbytes).fd);
+    assert_int_equal(fstat(fd, &info), 0);
+    assert_true(info.st_blocks > 0);
+    tb_free(p);
+    assert_false(is_readable(p));
+    assert_int_equal(fstat(fd, &info), 0);
+    assert_int_equal(info.st_blocks, 0);
+    close(fd);
+}
+
 /* Where a stretch of memory is in its file. */
 typedef struct place {
     ino_t file;
@@ -601,6 +618,7 @@ int main(void) {
         cmocka_unit_test(test_reuse),
         cmocka_unit_test(test_pieces_join),
         cmocka_unit_test(test_idle_is_bounded),
+        cmocka_unit_test(test_closed_files_are_empty),
         cmocka_unit_test(test_places_are_used_once),
         cmocka_unit_test(test_held),
         cmocka_unit_test(test_descriptors),

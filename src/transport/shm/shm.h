@@ -148,6 +148,8 @@ typedef struct shm_file {
     size_t nbytes;
     int fd;
     size_t refs; /* registrations */
+    bool may_stay_mapped;
+    uint64_t idle_since; /* without registrations, in the order of that; 0: it has some */
 } shm_file;
 
 /* A mapping of a peer's whole file. */
@@ -224,6 +226,7 @@ struct shm {
     shm_control *control;
     int control_fd;
     uint64_t next_serial, next_epoch, next_file, next_fds;
+    uint64_t nidled;       /* files that have lost their last registration */
     uint32_t next_message; /* where the search for a free message word starts */
     TB_VEC(shm_registration) memory;
     uint32_t memory_free;            /* the first free number + 1; 0: none */

@@ -1,6 +1,8 @@
 /* Files of registered memory. A process keeps thousands of tensors in a few memfds, so files are sent and mapped, not
  * tensors: a peer gets the descriptor once and maps the whole file once; registrations are offsets in it. When a file
- * has no registration left, peers are told to unmap it. */
+ * has no registration left, peers are told to unmap it: at once, or, if it may stay mapped, when several others have
+ * lost their last registration since. Mapping memory again costs a page fault for each few pages, which takes longer
+ * than to copy them. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -13,6 +15,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+enum { IDLE_FILES = 4 }; /* that peers keep mapped; each takes a descriptor */
 
 static bool is_sealed(int fd) {
     int seals = fcntl(fd, F_GET_SEALS);
@@ -89,6 +93,8 @@ tb_status shm_file_take(shm *s, const tb_mem_desc *desc, shm_file **out) {
     if (!file)
         TB_TRY(add_file(s, desc->fd, &info, &file));
     file->refs++;
+    file->idle_since = 0;
+    file->may_stay_mapped = desc->may_stay_mapped;
     *out = file;
     return TB_OK;
 }
@@ -103,15 +109,34 @@ static bool is_sent(const shm_peer *peer, const shm_file *file) {
     return file->slot < peer->sent.count && peer->sent.item[file->slot] == file->id;
 }
 
-void shm_file_drop(shm *s, shm_file *file) {
-    if (--file->refs > 0)
-        return;
+static void forget_file(shm *s, shm_file *file) {
     for (size_t i = 0; i < s->peers.count; i++) {
         shm_peer *peer = s->peers.item[i];
         if (is_sent(peer, file))
             shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FORGET, .serial = file->id}, NULL, 0);
     }
     free_file(s, file);
+}
+
+void shm_file_drop(shm *s, shm_file *file) {
+    shm_file *longest = NULL;
+    size_t nidle = 0;
+    if (--file->refs > 0)
+        return;
+    if (!file->may_stay_mapped) {
+        forget_file(s, file);
+        return;
+    }
+    file->idle_since = ++s->nidled;
+    for (size_t i = 0; i < s->files.count; i++) {
+        shm_file *f = s->files.item[i];
+        if (f && f->idle_since) {
+            nidle++;
+            longest = !longest || f->idle_since < longest->idle_since ? f : longest;
+        }
+    }
+    if (nidle > IDLE_FILES)
+        forget_file(s, longest);
 }
 
 tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer) {

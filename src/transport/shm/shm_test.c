@@ -271,6 +271,39 @@ static void a_file_is_mapped_once(void **state) {
     unmake(&e);
 }
 
+/* One that may stay mapped is there for the next registration; the one that is idle for longest goes first. */
+static void files_stay_mapped(void **state) {
+    (void)state;
+    enum { NFILES = 6, NKEPT = 4 };
+    endpoints e;
+    int fd[NFILES];
+    unsigned char *base[NFILES];
+    make(&e);
+    for (size_t i = 0; i < NFILES; i++) {
+        base[i] = make_file("stays-mapped", PAGE, &fd[i]);
+        for (int again = 0; again < 2; again++) {
+            tb_mem_desc desc = {.size = sizeof desc, .base = base[i], .nbytes = 100, .fd = fd[i]};
+            tb_mem *mem;
+            desc.may_stay_mapped = true;
+            base[i][0] = (unsigned char)(10 * again + (int)i);
+            assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem), TB_OK);
+            tb_remote *remote = import_memory(&e, mem);
+            assert_int_equal(*(unsigned char *)tb__transport_map(&e.a, remote), base[i][0]);
+            e.b.ops->mem_unregister(e.b.context, mem);
+            assert_false(tb__transport_is_valid(&e.a, remote));
+            e.a.ops->mem_release(e.a.context, remote);
+            work_until_mapped(&e, i < NKEPT ? i + 1 : NKEPT);
+        }
+    }
+    assert_int_equal(count_mappings("stays-mapped"), NFILES + NKEPT);
+    for (size_t i = 0; i < NFILES; i++) {
+        munmap(base[i], PAGE);
+        close(fd[i]);
+    }
+    unmake(&e);
+    assert_int_equal(count_mappings("stays-mapped"), 0);
+}
+
 /* A lost peer's pages are not kept, but for those that somebody may be reading. */
 static void a_lost_peers_files_go(void **state) {
     (void)state;
@@ -566,6 +599,7 @@ int main(void) {
                                        cmocka_unit_test(shm_conforms_through_the_ring),
                                        cmocka_unit_test(a_killed_peer_is_noticed),
                                        cmocka_unit_test(a_file_is_mapped_once),
+                                       cmocka_unit_test(files_stay_mapped),
                                        cmocka_unit_test(a_lost_peers_files_go),
                                        cmocka_unit_test(lost_connections_leave_no_memory),
                                        cmocka_unit_test(a_file_may_grow),
