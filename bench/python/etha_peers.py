@@ -29,7 +29,8 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,40 +158,63 @@ class Weights:
             assert torch.equal(tensor, self._wanted + (i + version)), (version, i)
 
 
-def tell(what: str, total: int, taken: dict[str, list[float]], first: float | None = None) -> float:
-    """Prints the best and the median of the transfers after the first, and the first; returns the best one of theirs.
+@dataclass
+class Cost:
+    """What a transfer took: seconds until all ranks had ended it, and seconds of processor time of all processes."""
 
-    How many times faster one is goes by the best, which other work on the machine disturbs least.
+    wall: float
+    cpu: float
+
+
+def cpu_of(pids: Iterable[int]) -> float:
+    """The processor time of these processes and of those that they have started, in seconds."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # of threads that have ended, too
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                total += cpu_of(map(int, children.read_text().split()))
+    return total
+
+
+def tell(what: str, total: int, taken: dict[str, list[Cost]], floor: Cost, first: Cost | None = None) -> Cost:
+    """Prints the best transfer after the first, and the first; returns the best of those that were given first.
+
+    How many times as fast one is goes by the best, which other work on the machine disturbs least. Processor time tells
+    the same on a machine that does other work as well; ``floor`` is that of a copy of as many bytes.
     """
     for name, (begun, *each) in taken.items():
-        best = min(each)
+        best = Cost(min(cost.wall for cost in each), statistics.mean(cost.cpu for cost in each))
         first = first or best
-        print(f"{what}: {name} {best * 1e3:.0f} ms, {total / best / 1e9:.2f} GB/s ({first / best:.1f} times)", end="")
-        print(f"; median {statistics.median(each) * 1e3:.0f} ms, the first one {begun * 1e3:.0f} ms", flush=True)
-    return first or 0.0
+        print(f"{what}: {name} {best.wall * 1e3:.0f} ms, {total / best.wall / 1e9:.2f} GB/s", end="")
+        print(f" ({first.wall / best.wall:.1f} times; a copy {first.wall / floor.wall:.1f})", end="")
+        print(f"; processor time {best.cpu * 1e3:.0f} ms ({first.cpu / best.cpu:.1f} times", end="")
+        print(f"; a copy {first.cpu / floor.cpu:.1f}); the first one {begun.wall * 1e3:.0f} ms", flush=True)
+    assert first is not None
+    return first
 
 
-def measure(weights: Weights, rounds: int, meet: Callable[[], Any], transfer: Callable[[], Any]) -> list[float]:
-    """How long transfers take until all ranks have ended; the tensors are compared after each."""
-    taken = []
-    for version in range(1, rounds + 2):
-        weights.begin(version)
-        meet()
-        begin = time.perf_counter()
-        transfer()
-        meet()
-        taken.append(time.perf_counter() - begin)
-        weights.check(version)
-    return taken
+def measure(weights: Weights, version: int, meet: Callable[[], Any], transfer: Callable[[], Any]) -> Cost:
+    """What a transfer takes until all ranks have ended, and this rank's processor time; the tensors are compared."""
+    weights.begin(version)
+    meet()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    transfer()
+    used = time.process_time() - begin_cpu
+    meet()
+    wall = time.perf_counter() - begin
+    weights.check(version)
+    return Cost(wall, used)
 
 
 WAYS = (("Etha, gloo", False, False), ("tensorbus", True, False), ("tensorbus, tensorbus.empty", True, True))
 
 
-def move(rank: int, theirs: Any, count: int, side: int, rounds: int) -> None:
-    """By ``bucket_comm``."""
+def move(rank: int, theirs: Any, count: int, side: int, rounds: int, floor: Cost) -> None:
+    """By ``bucket_comm``, in turns."""
     meshes = [DeviceMesh("cpu", torch.arange(first, first + 4)) for first in (0, 4)]
-    taken = {}
+    ready = []
     for name, is_ours, has_our_memory in WAYS:
         comm = our_comm if is_ours else theirs.comm
         weights = Weights(rank, count, side, has_our_memory)
@@ -200,10 +224,17 @@ def move(rank: int, theirs: Any, count: int, side: int, rounds: int) -> None:
             parts = (tensor, None) if weights.sends else (None, tensor)
             chunks += comm.m2m_to_chunks(made, rank, *parts)
         buckets = comm.chunk_to_bucket_ops(chunks, 16 << 20)
-        taken[name] = measure(weights, rounds, dist.barrier, lambda c=comm, b=buckets: c.bucket_comm(b))
+        ready.append((name, weights, lambda c=comm, b=buckets: c.bucket_comm(b)))
+    taken: dict[str, list[Cost]] = {}
+    for version in range(1, rounds + 2):
+        for name, weights, transfer in ready:
+            cost = measure(weights, version, dist.barrier, transfer)
+            used = torch.tensor(cost.cpu, dtype=torch.float64)
+            dist.all_reduce(used)
+            taken.setdefault(name, []).append(Cost(cost.wall, used.item()))
     if rank == 0:
         total = count * side * side * 4
-        tell(f"move, {total >> 20} MiB in {count} tensors", total, taken)
+        tell(f"move, {total >> 20} MiB in {count} tensors", total, taken, floor)
 
 
 def free_port() -> int:
@@ -213,15 +244,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def move_through_agents(theirs: Any, count: int, side: int, rounds: int) -> int:
+def move_through_agents(theirs: Any, count: int, side: int, rounds: int, floor: Cost) -> int:
     """By clients, four that send and four that receive, and their agents."""
     total = count * side * side * 4
     fork = multiprocessing.get_context("fork")
-    codes, first = [], None
+    codes: list[int] = []
+    first: Cost | None = None
     for name, is_ours, has_our_memory in WAYS:
         package = tensorbus.etha if is_ours else theirs.tensor_bus
         ports = free_port(), free_port()
         meeting, times = fork.Barrier(8), fork.SimpleQueue()
+        agents: list[Any] = []
+        used = fork.RawArray("d", 8)
         with tempfile.TemporaryDirectory() as folder:
 
             def serve(rank: int, package: Any = package, ports: Any = ports, folder: str = folder) -> None:
@@ -237,6 +271,8 @@ def move_through_agents(theirs: Any, count: int, side: int, rounds: int) -> int:
                 has_our_memory: bool = has_our_memory,
                 meeting: Any = meeting,
                 times: Any = times,
+                agents: Any = agents,
+                used: Any = used,
             ) -> None:
                 torch.set_num_threads(1)
                 os.environ["RANK"] = str(rank % 4)
@@ -247,14 +283,22 @@ def move_through_agents(theirs: Any, count: int, side: int, rounds: int) -> int:
                 client.init_pair("p", *sides, 4, mesh, (Shard(0 if weights.sends else 1),), timeout=60.0)
                 batch = client.register_tensors("step", [(t, "p") for t in weights.tensors], 16 << 20, timeout=120.0)
                 kind = "send" if weights.sends else "recv"
-                found = measure(
-                    weights, rounds, meeting.wait, lambda: batch.transfer(kind, blocking=True, timeout=60.0)
-                )
+                found = []
+                for version in range(1, rounds + 2):
+                    meeting.wait()
+                    of_agents = cpu_of(agent.pid for agent in agents) if rank == 0 else 0.0
+                    cost = measure(
+                        weights, version, meeting.wait, lambda: batch.transfer(kind, blocking=True, timeout=60.0)
+                    )
+                    of_agents = (cpu_of(agent.pid for agent in agents) if rank == 0 else 0.0) - of_agents
+                    used[rank] = cost.cpu
+                    meeting.wait()
+                    found.append(Cost(cost.wall, sum(used) + of_agents))
                 if rank == 0:
                     times.put(found)
                 meeting.wait()
 
-            agents = [fork.Process(target=serve, args=(rank,)) for rank in range(8)]
+            agents += [fork.Process(target=serve, args=(rank,)) for rank in range(8)]
             clients = [fork.Process(target=use, args=(rank,)) for rank in range(8)]
             for process in (*agents, *clients):
                 process.start()
@@ -263,25 +307,30 @@ def move_through_agents(theirs: Any, count: int, side: int, rounds: int) -> int:
             codes.append(max(1 if client.exitcode is None else abs(client.exitcode) for client in clients))
             if codes[-1] == 0:
                 what = f"move through agents, {total >> 20} MiB in {count} tensors"
-                first = tell(what, total, {name: times.get()}, first)
+                first = tell(what, total, {name: times.get()}, floor, first)
             for process in (*clients, *agents):
                 process.terminate()
                 process.join()
     return max(codes)
 
 
-def copy(rank: int, nbytes: int, rounds: int) -> None:
+def copy(rank: int, nbytes: int, rounds: int, told: Any) -> None:
     """What the machine can do: half of the bytes, from one tensor of the process to another."""
     tensors = torch.ones(2, nbytes // 2, dtype=torch.uint8)
     taken = []
     for _ in range(rounds + 1):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         tensors[0].copy_(tensors[1])
+        used = torch.tensor(time.process_time() - begin_cpu, dtype=torch.float64)
         dist.barrier()
-        taken.append(time.perf_counter() - begin)
+        wall = time.perf_counter() - begin
+        dist.all_reduce(used)
+        taken.append(Cost(wall, used.item()))
     if rank == 0:
-        tell(f"copy, {nbytes >> 20} MiB by two processes", nbytes, {"torch": taken})
+        floor = Cost(min(cost.wall for cost in taken[1:]), statistics.mean(cost.cpu for cost in taken[1:]))
+        tell(f"copy, {nbytes >> 20} MiB by two processes", nbytes, {"torch": taken}, floor)
+        told.put(floor)
 
 
 def main() -> int:
@@ -298,11 +347,13 @@ def main() -> int:
     codes = []
     for nranks in options.ranks:
         codes.append(run_ranks(nranks, plan, theirs.comm, nranks, options.tensors, min(3, options.rounds)))
-    codes.append(run_ranks(2, copy, options.mib << 20, options.rounds))
+    told = multiprocessing.get_context("fork").SimpleQueue()
+    codes.append(run_ranks(2, copy, options.mib << 20, options.rounds, told))
+    floor = told.get()
     for count in (1, options.tensors):
         side = int((options.mib * 2**18 / count) ** 0.5) // 16 * 16
-        codes.append(run_ranks(8, move, theirs, count, side, options.rounds))
-        codes.append(move_through_agents(theirs, count, side, options.rounds))
+        codes.append(run_ranks(8, move, theirs, count, side, options.rounds, floor))
+        codes.append(move_through_agents(theirs, count, side, options.rounds, floor))
     return max(codes)
 
 
