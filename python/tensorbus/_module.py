@@ -305,8 +305,11 @@ def _describe(view: _tensors.View) -> str:
 
 
 def _largest_mesh(children: list[tuple[str, Any]]) -> Any:
+    kind = _torch.dtensor_type()
+    if kind is None:
+        return None
     parameters = (p for _, child in children for p in child._parameters.values())
-    meshes = [p.device_mesh for p in parameters if _torch.is_dtensor(p)]
+    meshes = [p.device_mesh for p in parameters if isinstance(p, kind)]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 

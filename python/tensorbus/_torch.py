@@ -22,10 +22,15 @@ def loaded() -> Any:
     return torch if hasattr(torch, "Tensor") else None
 
 
+def dtensor_type() -> Any:
+    """The class DTensor, or None if the program has not imported it."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether it is a DTensor, or a parameter that is one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = dtensor_type()
+    return kind is not None and isinstance(tensor, kind)
 
 
 def _wait(tensor: Any) -> Any:

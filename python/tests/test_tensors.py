@@ -126,6 +126,7 @@ def quantised(seat: Seat) -> None:
     sends = seat.group == "a"
     x = np.tile(np.arange(32, dtype=np.float32), (4, 2))
     data, scales = np.zeros((4, 64), np.uint8), np.zeros((4, 2), np.uint8)
+    plain = np.full((4, 64), 56 if sends else 0, np.uint8)  # alike, and not quantised
     with seat.join() as bus:
         pair = bus.pair("p", "b" if sends else "a", "mesh=1 place=R")
         batch = bus.batch("step")
@@ -141,8 +142,10 @@ def quantised(seat: Seat) -> None:
                 with pytest.raises(tb.Invalid, match=f"tensor 'w': .*{words}"):
                     batch.add(pair, "w", data, dtype="f8e4m3", **{"encode": "mxfp8", **wrong})
             batch.add(pair, "w", data, dtype="f8e4m3", encode="mxfp8", scales=scales)
+        batch.add(pair, "v", plain, dtype="f8e4m3")
         (batch.send if sends else batch.recv)(wait="committed")
     if not sends:
+        assert (plain == 56).all()
         assert len(set(scales.ravel())) == 1
         assert scales[0, 0] != 0
         assert np.array_equal(data[:, :32], data[:, 32:])
