@@ -1,6 +1,7 @@
 /* Two programs that know nothing of each other but where to meet. A trainer has a matrix cut by rows over two
  * processes, an inference engine wants it cut by columns over two others. Start them in any order, as
- * "two_jobs trainer 0", "two_jobs trainer 1", "two_jobs inference 0" and "two_jobs inference 1"; without arguments it
+ * "two_jobs trainer 0", "two_jobs trainer 1", "two_jobs inference 0" and "two_jobs inference 1"; or by
+ * "tensorbus run --groups trainer=2,inference=2 -- two_jobs", which tells each its seat; alone and without arguments it
  * starts all four. */
 #include <tensorbus/tensorbus.h>
 
@@ -12,21 +13,26 @@
 
 enum { ROWS = 600, COLUMNS = 400, SEATS = 2 };
 
-static int run_job(const char *url, const char *job, int index) {
+/* `url` and `job` may be NULL, and `size` 0: the environment tells them. */
+static int run_job(const char *url, const char *job, int32_t index, int32_t size) {
+    tb_world *world = NULL;
+    if (tb_world_join(url, job, index, size, NULL, &world) != TB_OK) {
+        fprintf(stderr, "%s\n", tb_error_detail());
+        return EXIT_FAILURE;
+    }
+    tb_world_seat(world, &job, &index, &size);
     bool is_trainer = strcmp(job, "trainer") == 0;
     int rows = is_trainer ? ROWS / SEATS : ROWS, columns = is_trainer ? COLUMNS : COLUMNS / SEATS;
     int first = index * (is_trainer ? rows * COLUMNS : columns); /* where this process's part begins in the matrix */
 
-    /* Take a seat, say how this side lays its tensors out, name what travels together: once in a program's life. */
+    /* Say how this side lays its tensors out, name what travels together: once in a program's life, like the seat. */
     void *memory = NULL;
-    tb_world *world = NULL;
     tb_pair *pair = NULL;
     tb_batch *batch = NULL;
     tb_transfer *transfer = NULL;
     const char *remote = is_trainer ? "inference" : "trainer";
     const char *layout = is_trainer ? "mesh=2 place=Shard(0)" : "mesh=2 place=Shard(1)";
-    bool ok = tb_world_join(url, job, index, SEATS, NULL, &world) == TB_OK &&
-              tb_pair_create(world, "weights", remote, layout, NULL, &pair) == TB_OK &&
+    bool ok = tb_pair_create(world, "weights", remote, layout, NULL, &pair) == TB_OK &&
               tb_batch_create(world, "step", NULL, &batch) == TB_OK &&
               /* any memory will do; peers can read this kind in place */
               tb_alloc(sizeof(float) * (size_t)(rows * columns), &memory) == TB_OK;
@@ -69,7 +75,7 @@ static int run_all(void) {
     for (int i = 0; i < 2 * SEATS; i++) {
         pid_t pid = fork();
         if (pid == 0)
-            exit(run_job(url, i % 2 ? "trainer" : "inference", i / 2));
+            exit(run_job(url, i % 2 ? "trainer" : "inference", i / 2, SEATS));
         failures += pid < 0;
     }
     while (wait(&status) > 0)
@@ -79,5 +85,7 @@ static int run_all(void) {
 }
 
 int main(int argc, char **argv) {
-    return argc == 3 ? run_job("unix:/tmp/two_jobs.sock", argv[1], (int)strtol(argv[2], NULL, 10)) : run_all();
+    if (argc == 3)
+        return run_job("unix:/tmp/two_jobs.sock", argv[1], (int32_t)strtol(argv[2], NULL, 10), SEATS);
+    return getenv("TENSORBUS_GROUP") ? run_job(NULL, NULL, 0, 0) : run_all();
 }

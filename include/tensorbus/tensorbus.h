@@ -203,7 +203,18 @@ typedef struct tb_world_opts {
  * has the seat; TB_REFUSED, naming both versions, while a rank with another minor version of tensorbus is on the bus.
  *
  * "agent:/run/trainer-0.sock" is an agent instead (see Agents), whose seat this must be: TB_CONFLICT, with both seats,
- * if it is not. With a group of NULL, or a size of 0, it is whichever seat the agent has. */
+ * if it is not. With a group of NULL, or a size of 0, it is whichever seat the agent has.
+ *
+ * What is missing of a store's URL, a group (NULL) and a seat (a size of 0) is taken from the environment:
+ *
+ *     TENSORBUS_STORE                    the URL, if it is NULL; or TENSORBUS_AGENT, an agent's socket, comes before it
+ *     TENSORBUS_TOKEN_FILE               with a URL of NULL, the file whose first line is the token
+ *     TENSORBUS_GROUP                    the group
+ *     TENSORBUS_INDEX, TENSORBUS_SIZE    the seat; or RANK and WORLD_SIZE, which torchrun sets; or what Open MPI, MPICH,
+ *                                        Slurm (srun), or a LeaderWorkerSet of Kubernetes says; or the index of an
+ *                                        indexed Job of Kubernetes, which needs TENSORBUS_SIZE. The first that is set
+ *
+ * `tensorbus run` sets them. TB_INVALID, with the variable, if it is malformed, or if none is set. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
 

@@ -26,26 +26,18 @@ _live: weakref.WeakSet[Bus] = weakref.WeakSet()
 # ---- Joining --------------------------------------------------------------------------------------------------------
 
 
-def _default_seat() -> tuple[int, int] | None:
-    """The seat that torch.distributed, or torchrun's environment, gives this process."""
+def _choose_seat(url: str | None, index: int | None, size: int | None) -> tuple[int, int]:
+    """The seat; (0, 0): whichever the agent has, or what the library finds in the environment."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return None
-
-
-def _choose_seat(url: str, index: int | None, size: int | None) -> tuple[int, int]:
-    if index is None and size is None and url.startswith("agent:"):
-        return 0, 0  # whichever seat the agent has
-    seat = _default_seat() if index is None or size is None else None
-    if seat is None and (index is None or size is None):
-        raise Invalid("index and size are missing, and neither torch.distributed nor RANK and WORLD_SIZE has them")
-    if seat is not None:
-        index = seat[0] if index is None else index
-        size = seat[1] if size is None else size
+    if index is None and size is None:
+        has_agent = url.startswith("agent:") if url is not None else bool(os.environ.get("TENSORBUS_AGENT"))
+        if has_agent or os.environ.get("TENSORBUS_INDEX") or distributed is None:
+            return 0, 0
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return 0, 0
+        index, size = distributed.get_rank(), distributed.get_world_size()
+    if index is None or size is None:
+        raise Invalid(f"{'index' if index is None else 'size'} is missing: give both of index and size, or neither")
     return (
         _values.integer("index", index, 0, TB_MAX_RANKS - 1),
         _values.integer("size", size, 1, TB_MAX_RANKS),
@@ -53,7 +45,7 @@ def _choose_seat(url: str, index: int | None, size: int | None) -> tuple[int, in
 
 
 def _joining(
-    url: str,
+    url: str | None = None,
     group: str | None = None,
     index: int | None = None,
     size: int | None = None,
@@ -69,8 +61,10 @@ def _joining(
     """Takes seat ``index`` of the ``size`` in ``group``, on the bus whose store is at ``url``.
 
     ``url`` is "unix:/run/bus.sock", "tcp://127.0.0.1:7000" or "etcd://a:2379,b:2379"; or an agent,
-    "agent:/run/trainer-0.sock", whose seat it is then. ``index`` and ``size`` default to those of torch.distributed, or
-    of the variables RANK and WORLD_SIZE.
+    "agent:/run/trainer-0.sock", whose seat it is then. Without it, TENSORBUS_STORE or TENSORBUS_AGENT of the environment
+    tells where, as `tensorbus run` sets them. ``group`` defaults to TENSORBUS_GROUP; ``index`` and ``size`` to those of
+    torch.distributed, or of the environment: TENSORBUS_INDEX and TENSORBUS_SIZE, or what torchrun, MPI, Slurm or
+    Kubernetes has set (tensorbus.h has the variables).
 
     Options: ``timeout``, in seconds, to join, and for calls that are given none (30); ``token``, the same for all who
     meet in one store; ``transport``, "auto", "shm", "ucx" or "self"; ``workers``, threads that copy; ``host``, whoever
@@ -82,10 +76,8 @@ def _joining(
     ...         bus
     <tensorbus.Bus trainer 0 of 1>
     """
-    c_url = _values.text("url", url)
+    c_url = _values.optional_text("url", url)
     c_group = _values.optional_text("group", group)
-    if group is None and not url.startswith("agent:"):
-        raise Invalid("group is missing")
     index, size = _choose_seat(url, index, size)
     opts = tb_world_opts(
         token=_values.optional_text("token", token),
@@ -100,7 +92,7 @@ def _joining(
     if opts.timeout_ms:
         bus._timeout = opts.timeout_ms / 1000
     arguments = (c_url, c_group, index, size, byref(opts))
-    return Call(f"joining {url}", None, bus, bus._handle, bus._begin, lib.tb_call_join, *arguments)
+    return Call(f"joining {url or 'the bus'}", None, bus, bus._handle, bus._begin, lib.tb_call_join, *arguments)
 
 
 join = waiting("join", _joining)

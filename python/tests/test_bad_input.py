@@ -65,12 +65,20 @@ def test_join(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
 
 def test_join_without_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(tb.Invalid, match="RANK and WORLD_SIZE"):
+    with pytest.raises(tb.Invalid, match="TENSORBUS_INDEX and TENSORBUS_SIZE"):
         tb.join(f"unix:{tmp_path}/bus", group="a")
+    with pytest.raises(tb.Invalid, match="index is missing: give both"):
+        tb.join(f"unix:{tmp_path}/bus", group="a", size=2)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with tb.join(f"unix:{tmp_path}/bus", group="a") as bus:
         assert (bus.index, bus.size) == (1, 3)
+    with pytest.raises(tb.Invalid, match="set TENSORBUS_STORE"):
+        tb.join()
+    for name, value in {"STORE": f"unix:{tmp_path}/bus", "GROUP": "b", "INDEX": "2", "SIZE": "4"}.items():
+        monkeypatch.setenv("TENSORBUS_" + name, value)
+    with tb.join() as bus:
+        assert (bus.group, bus.index, bus.size) == ("b", 2, 4)
 
 
 ADD: list[tuple[dict[str, Any], str]] = [

@@ -16,6 +16,18 @@ const tb__config_entry tb__config_table[TB__CONFIG_COUNT] = {
                                   "buckets of one channel that are under way at a time"},
     [TB__CONFIG_PLAN_BYTES] = {"plan_bytes", "TENSORBUS_PLAN_BYTES", "64MiB", TB__CONFIG_IS_SIZE,
                                "the most memory of plans that an agent keeps for batches that are made again"},
+    [TB__CONFIG_STORE] = {"store", "TENSORBUS_STORE", "", TB__CONFIG_IS_TEXT,
+                          "where programs meet that join without a URL, as `tensorbus run` sets it"},
+    [TB__CONFIG_AGENT] = {"agent", "TENSORBUS_AGENT", "", TB__CONFIG_IS_TEXT,
+                          "the socket of the agent that such a program joins by; it needs no store then"},
+    [TB__CONFIG_GROUP] = {"group", "TENSORBUS_GROUP", "", TB__CONFIG_IS_TEXT,
+                          "the group of a program that joins without one"},
+    [TB__CONFIG_INDEX] = {"index", "TENSORBUS_INDEX", "", TB__CONFIG_IS_TEXT,
+                          "its seat; if not set, what torchrun, MPI, Slurm or Kubernetes says"},
+    [TB__CONFIG_SIZE] = {"size", "TENSORBUS_SIZE", "", TB__CONFIG_IS_TEXT,
+                         "how many seats the group has; if not set, likewise"},
+    [TB__CONFIG_TOKEN_FILE] = {"token_file", "TENSORBUS_TOKEN_FILE", "", TB__CONFIG_IS_TEXT,
+                               "the first line of this file is the token of a program that joins without a URL"},
 };
 
 static const char *const level_names[] = {[TB_LOG_OFF] = "off",
@@ -64,6 +76,10 @@ tb_status tb__config_load(tb__config *out) {
         const tb__config_entry *entry = &tb__config_table[key];
         const char *text = getenv(entry->env);
         config.from_environment[key] = text && *text;
+        if (entry->kind == TB__CONFIG_IS_TEXT) {
+            config.text[key] = config.from_environment[key] ? text : entry->initial;
+            continue;
+        }
         tb_status status = read[entry->kind](config.from_environment[key] ? text : entry->initial, &config.value[key]);
         if (status != TB_OK)
             return tb__fail_within(status, "%s in the environment", entry->env);
@@ -86,6 +102,9 @@ void tb__config_add(const tb__config *config, tb__config_key key, tb__text *text
         break;
     case TB__CONFIG_IS_NUMBER:
         break;
+    case TB__CONFIG_IS_TEXT:
+        tb__text_add(text, "%s", config->text[key]);
+        return;
     }
     tb__text_add(text, "%" PRId64 "%s", value, units[unit]);
 }

@@ -1,6 +1,7 @@
 /* Settings that come from the environment: one table of names, environment names, defaults and help.
  *
- * Only programs read them, once, at start; the library's layers get values as options. */
+ * Only programs read them, once, at start; the library's layers get values as options. Those that tell a process its
+ * seat are read by tb_world_join, where it is asked to. */
 #ifndef TB_BASE_CONFIG_H
 #define TB_BASE_CONFIG_H
 
@@ -12,6 +13,12 @@ typedef enum tb__config_key {
     TB__CONFIG_STAGING_BYTES,
     TB__CONFIG_MAX_IN_FLIGHT,
     TB__CONFIG_PLAN_BYTES,
+    TB__CONFIG_STORE,
+    TB__CONFIG_AGENT,
+    TB__CONFIG_GROUP,
+    TB__CONFIG_INDEX,
+    TB__CONFIG_SIZE,
+    TB__CONFIG_TOKEN_FILE,
     TB__CONFIG_COUNT
 } tb__config_key;
 
@@ -19,6 +26,7 @@ typedef enum tb__config_kind {
     TB__CONFIG_IS_LEVEL,  /* off, error, warn, info, debug */
     TB__CONFIG_IS_SIZE,   /* bytes, such as 16MiB; at least 1 */
     TB__CONFIG_IS_NUMBER, /* at least 1 */
+    TB__CONFIG_IS_TEXT,   /* read, and checked, where it is used: bus/environment.h */
 } tb__config_kind;
 
 typedef struct tb__config_entry {
@@ -32,6 +40,7 @@ extern const tb__config_entry tb__config_table[TB__CONFIG_COUNT];
 
 typedef struct tb__config {
     int64_t value[TB__CONFIG_COUNT];
+    const char *text[TB__CONFIG_COUNT]; /* of those that are text */
     bool from_environment[TB__CONFIG_COUNT];
 } tb__config;
 

@@ -58,6 +58,8 @@ static void test_environment(void **state) {
     setenv("TENSORBUS_STAGING_BYTES", "1536 MiB", 1);
     setenv("TENSORBUS_MAX_IN_FLIGHT", "4294967295", 1);
     setenv("TENSORBUS_PLAN_BYTES", "3MiB", 1);
+    for (int key = TB__CONFIG_STORE; key < TB__CONFIG_COUNT; key++)
+        setenv(tb__config_table[key].env, "any text", 1);
     assert_int_equal(tb__config_load(&config), TB_OK);
     assert_int_equal(tb__config_log(&config), TB_LOG_DEBUG);
     assert_int_equal(tb__config_bucket_size(&config), 1);
@@ -70,6 +72,7 @@ static void test_environment(void **state) {
     assert_value(&config, TB__CONFIG_BUCKET_SIZE, "1");
     assert_value(&config, TB__CONFIG_STAGING_BYTES, "1536MiB");
     assert_value(&config, TB__CONFIG_MAX_IN_FLIGHT, "4294967295");
+    assert_value(&config, TB__CONFIG_GROUP, "any text");
 }
 
 static void test_empty_is_not_set(void **state) {

@@ -2,6 +2,7 @@
 #include "base/proof.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 
@@ -14,6 +15,27 @@ tb_status tb__token_check(const char *token) {
     if (length > TB__TOKEN_MAX)
         return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", length, TB__TOKEN_MAX);
     return TB_OK;
+}
+
+tb_status tb__token_read(const char *path, char out[TB__TOKEN_ROOM]) {
+    FILE *file = strcmp(path, "-") == 0 ? stdin : fopen(path, "re");
+    if (!file)
+        return tb__fail(TB_INVALID, "can't read %s: %s", path, strerror(errno));
+    size_t length = 0;
+    for (int c; length + 1 < TB__TOKEN_ROOM && (c = getc(file)) != EOF && c != '\r' && c != '\n';)
+        out[length++] = (char)c;
+    out[length] = '\0';
+    int error = ferror(file) ? errno : 0;
+    if (file != stdin)
+        fclose(file);
+    if (error)
+        return tb__fail(TB_INVALID, "can't read %s: %s", path, strerror(error));
+    if (memchr(out, '\0', length))
+        return tb__fail(TB_INVALID, "the token in %s has a NUL byte; it must be text", path);
+    if (length == 0)
+        return tb__fail(TB_INVALID, "there is no token in the first line of %s", path);
+    tb_status status = tb__token_check(out);
+    return status == TB_OK ? TB_OK : tb__fail_within(TB_INVALID, "%.200s", path);
 }
 
 void tb__proof_key_derive(const char *token, const char *purpose, tb__proof_key *out) {

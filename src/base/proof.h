@@ -13,6 +13,7 @@
 enum {
     TB__TOKEN_MIN = 32, /* bytes of a token that is not empty */
     TB__TOKEN_MAX = 510,
+    TB__TOKEN_ROOM = TB__TOKEN_MAX + 2, /* so that one that is too long is found out */
     TB__PROOF_ID = 16,
     TB__PROOF_NONCE = 16,
     TB__PROOF_NBYTES = TB__SHA256_NBYTES,
@@ -29,6 +30,9 @@ typedef struct tb__proof_end {
 
 /* NULL is the empty token, which is allowed: it proves nothing. */
 tb_status tb__token_check(const char *token);
+
+/* The first line of a file, or of standard input for "-": a token, which is not empty. */
+tb_status tb__token_read(const char *path, char out[TB__TOKEN_ROOM]);
 
 void tb__proof_key_derive(const char *token, const char *purpose, tb__proof_key *out);
 

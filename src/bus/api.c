@@ -2,6 +2,7 @@
  * and calls the object's own. */
 #include "base/opts.h"
 #include "bus/client/link.h"
+#include "bus/environment.h"
 #include "bus/ops.h"
 #include "bus/store/address.h"
 #include "bus/world.h"
@@ -54,11 +55,16 @@ static tb_status leave(const void *object, tb_status status) {
 tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
                         tb_world **out) {
     static const char agent[] = "agent:";
-    if (!url)
-        return tb__fail(TB_INVALID, "a world needs the URL of its store, or of an agent");
-    if (strncmp(url, agent, sizeof agent - 1) == 0)
-        return tb__agent_world_join(url + sizeof agent - 1, group, index, size, opts, out);
-    return tb__world_create(url, group, index, size, tb__store_url_is_local(url), opts, out);
+    tb_world_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    tb__joining j = {.url = url, .group = group, .index = index, .size = size, .token = o.token};
+    if (url && strncmp(url, agent, sizeof agent - 1) == 0)
+        j.agent = url + sizeof agent - 1;
+    TB_TRY(tb__joining_read(&j));
+    o.token = j.token;
+    if (j.agent)
+        return tb__agent_world_join(j.agent, j.group, j.index, j.size, &o, out);
+    return tb__world_create(j.url, j.group, j.index, j.size, tb__store_url_is_local(j.url), &o, out);
 }
 
 tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {

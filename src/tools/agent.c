@@ -83,7 +83,7 @@ static tb_status choose_socket(const char *group, long rank, char *out, size_t r
 }
 
 static tb_status read_all(const char *const *value, tb__agent_opts *o, char *socket, size_t room,
-                          char token[TOOL_MAX_TOKEN]) {
+                          char token[TB__TOKEN_ROOM]) {
     long rank, size, number = 0;
     for (int i = NAME; i <= STORE; i++) {
         if (!value[i])
@@ -143,7 +143,7 @@ static tb_status view(void *arg, char **out) {
 
 static int run(const tb__config *config, const char *const *value) {
     tb__agent_opts opts;
-    char socket[sizeof((struct sockaddr_un *)0)->sun_path], token[TOOL_MAX_TOKEN];
+    char socket[sizeof((struct sockaddr_un *)0)->sun_path], token[TB__TOKEN_ROOM];
     tool_http *http = NULL;
     tb_status status = read_all(value, &opts, socket, sizeof socket, token);
     opts.plan_bytes = tb__config_plan_bytes(config);

@@ -18,25 +18,8 @@ enum { RETRY_MS = 5000 };
 
 /* ---- Sockets --------------------------------------------------------------------------------------------------- */
 
-tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]) {
-    FILE *file = strcmp(path, "-") == 0 ? stdin : fopen(path, "re");
-    if (!file)
-        return tb__fail(TB_INVALID, "--token-file: can't read %s: %s", path, strerror(errno));
-    size_t length = 0;
-    for (int c; length + 1 < TOOL_MAX_TOKEN && (c = getc(file)) != EOF && c != '\r' && c != '\n';)
-        out[length++] = (char)c;
-    out[length] = '\0';
-    int error = ferror(file) ? errno : 0;
-    if (file != stdin)
-        fclose(file);
-    if (error)
-        return tb__fail(TB_INVALID, "--token-file: can't read %s: %s", path, strerror(error));
-    if (memchr(out, '\0', length))
-        return tb__fail(TB_INVALID, "--token-file: the token in %s has a NUL byte; it must be text", path);
-    if (length == 0)
-        return tb__fail(TB_INVALID, "--token-file: there is no token in the first line of %s", path);
-    tb_status status = tb__token_check(out);
-    return status == TB_OK ? TB_OK : tb__fail_within(TB_INVALID, "--token-file: %.200s", path);
+tb_status tool_read_token(const char *path, char out[TB__TOKEN_ROOM]) {
+    return tb__token_read(path, out) == TB_OK ? TB_OK : tb__fail_within(TB_INVALID, "--token-file");
 }
 
 tb_status tool_agents_folder(char out[TOOL_MAX_FOLDER]) {

@@ -10,10 +10,10 @@
 
 /* ---- Sockets (agents.c) -------------------------------------------------------------------------------------- */
 
-enum { TOOL_MAX_TOKEN = TB__TOKEN_MAX + 2, TOOL_MAX_FOLDER = 80 };
+enum { TOOL_MAX_FOLDER = 80 };
 
 /* The first line of a file, or of standard input for "-": a token. */
-tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]);
+tb_status tool_read_token(const char *path, char out[TB__TOKEN_ROOM]);
 
 /* The folder that the system keeps for the user's sockets, or else a private one in /tmp. */
 tb_status tool_agents_folder(char out[TOOL_MAX_FOLDER]);

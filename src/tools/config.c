@@ -18,7 +18,9 @@ static void add_json(tb__text *out, const tb__config *config) {
     for (int key = 0; key < TB__CONFIG_COUNT; key++) {
         const tb__config_entry *entry = &tb__config_table[key];
         tb__text_add(out, "%s{\"name\":\"%s\",\"env\":\"%s\",\"value\":", key ? "," : "", entry->name, entry->env);
-        if (entry->kind == TB__CONFIG_IS_LEVEL) {
+        if (entry->kind == TB__CONFIG_IS_TEXT) {
+            tb__text_add_json(out, config->text[key]);
+        } else if (entry->kind == TB__CONFIG_IS_LEVEL) {
             tb__text_add(out, "\"");
             tb__config_add(config, (tb__config_key)key, out);
             tb__text_add(out, "\"");

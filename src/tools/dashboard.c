@@ -121,7 +121,7 @@ static tb_status take_view(void *arg, char **out) {
 
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
-    char token[TOOL_MAX_TOKEN] = "";
+    char token[TB__TOKEN_ROOM] = "";
     tool_http *http;
     dashboard d = {.lock = PTHREAD_MUTEX_INITIALIZER,
                    .agents = {.socket = value[SOCKET], .name = "tensorbus dashboard"},

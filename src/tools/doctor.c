@@ -182,7 +182,7 @@ static int report(const doctor *d, bool is_json) {
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     doctor d = {.store = value[STORE]};
-    char token[TOOL_MAX_TOKEN];
+    char token[TB__TOKEN_ROOM];
     tb_status status = TB_OK;
     if (value[TOKEN_FILE] && !value[STORE])
         return tool_fail(TOOL_BAD_INPUT, "--token-file is for --store, which is missing");

@@ -70,7 +70,7 @@ static void add_agent_json(tb__text *out, const char *path, const json_t *report
 }
 
 int tool_inspect_agent(const char *socket, const char *token_file, bool is_json) {
-    char token[TOOL_MAX_TOKEN];
+    char token[TB__TOKEN_ROOM];
     tool_agents agents = {.socket = socket, .name = "tensorbus inspect", .lists_tensors = true};
     tb__text out = {0};
     tb_status status = token_file ? tool_read_token(token_file, token) : TB_OK;

@@ -7,10 +7,10 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tool_command *const commands[] = {&tool_layout,    &tool_plan,  &tool_inspect, &tool_spec,   &tool_reshard,
-                                               &tool_verify,    &tool_diff,  &tool_agent,   &tool_status, &tool_top,
-                                               &tool_dashboard, &tool_store, &tool_config,  &tool_doctor, &tool_demo,
-                                               &tool_bench,     NULL};
+static const tool_command *const commands[] = {
+    &tool_layout, &tool_plan,   &tool_inspect, &tool_spec,   &tool_reshard, &tool_verify,
+    &tool_diff,   &tool_agent,  &tool_run,     &tool_status, &tool_top,     &tool_dashboard,
+    &tool_store,  &tool_config, &tool_doctor,  &tool_demo,   &tool_bench,   NULL};
 
 static const tool_command *find_command(const char *name) {
     for (const tool_command *const *c = commands; *c; c++) {

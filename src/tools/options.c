@@ -61,11 +61,22 @@ int tool_unknown_option(const tool_command *command, const char *argument, size_
                      name);
 }
 
+static char **program;
+
+char **tool_program(void) {
+    return program;
+}
+
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help) {
     for (char **arg = argv; *arg; arg++) {
         if (strcmp(*arg, "--help") == 0 || strcmp(*arg, "-h") == 0) {
             *wants_help = true;
             return TOOL_OK;
+        }
+        if (command->takes_program && (**arg != '-' || strcmp(*arg, "--") == 0)) {
+            program = arg + (**arg == '-');
+            value[TOOL_OPERAND] = *program;
+            break;
         }
         if (**arg != '-' && command->operand && !value[TOOL_OPERAND]) {
             value[TOOL_OPERAND] = *arg;

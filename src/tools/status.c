@@ -264,7 +264,7 @@ static tb_status read_seconds(const tool_option *option, double least, const cha
 
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
-    char token[TOOL_MAX_TOKEN];
+    char token[TB__TOKEN_ROOM];
     int timeout_ms = 5000, interval_ms = 2000;
     tool_agents agents = {.socket = value[SOCKET], .name = "tensorbus status"};
     if (value[SOCKET] && value[ALL])

@@ -52,7 +52,7 @@ static tb_status serve(const char *url, const char *token, bool is_insecure, int
 
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
-    char token[TOOL_MAX_TOKEN] = "";
+    char token[TB__TOKEN_ROOM] = "";
     int64_t wait_ms = 0;
     if (!value[LISTEN])
         return tool_fail(TOOL_BAD_INPUT, "--listen is missing");

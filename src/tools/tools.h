@@ -31,6 +31,7 @@ typedef struct tool_command {
     const char *usage;          /* one line per form, without the program's name */
     const char *operand;        /* what must stand there without an option, as the help calls it; NULL: nothing may */
     bool has_second_operand;    /* another one may follow */
+    bool takes_program;         /* the operand is a program, and all behind it is for that; "--" may stand before it */
     const char *details;        /* what the help says below the options; may be NULL */
     const char *more;           /* and below that, where it is more than a string of C may have; may be NULL */
     const tool_option *options; /* up to one without a name */
@@ -40,7 +41,8 @@ typedef struct tool_command {
 } tool_command;
 
 extern const tool_command tool_agent, tool_bench, tool_config, tool_dashboard, tool_demo, tool_diff, tool_doctor,
-    tool_inspect, tool_layout, tool_plan, tool_reshard, tool_spec, tool_status, tool_store, tool_top, tool_verify;
+    tool_inspect, tool_layout, tool_plan, tool_reshard, tool_run, tool_spec, tool_status, tool_store, tool_top,
+    tool_verify;
 
 /* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help);
@@ -52,6 +54,9 @@ void tool_add_man_overview(tb__text *out, const tool_command *const *commands, c
 
 /* What a shell reads to complete the command's words; false: there is none for this shell. */
 bool tool_add_completion(tb__text *out, const tool_command *const *commands, const char *shell);
+
+/* The program, and its arguments, of a command that takes one; up to NULL. */
+char **tool_program(void);
 
 /* What may have been meant by an unknown word: the nearest of those tried, or NULL if none is near. */
 typedef struct tool_guess {

@@ -217,7 +217,7 @@ static int run(const tb__config *config, const char *const *value) {
     (void)config;
     const char *kind = getenv("TERM");
     bool is_live = !value[ONCE] && isatty(STDOUT_FILENO) && kind && strcmp(kind, "dumb") != 0;
-    char token[TOOL_MAX_TOKEN];
+    char token[TB__TOKEN_ROOM];
     int interval_ms = 1000, exit_status = TOOL_OK;
     tool_agents agents = {.socket = value[SOCKET], .name = "tensorbus top"};
     tb_status status = value[INTERVAL] ? read_interval(value[INTERVAL], &interval_ms) : TB_OK;

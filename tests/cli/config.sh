@@ -4,7 +4,7 @@
 . "$(dirname -- "$0")/support.sh"
 
 accepted config
-lines 6
+lines 12
 printed '^log  *TENSORBUS_LOG  *warn  *default  [a-z]'
 printed '^bucket_size  *TENSORBUS_BUCKET_SIZE  *16MiB  *default  [a-z]'
 printed '^staging_bytes  *TENSORBUS_STAGING_BYTES  *256MiB  *default  [a-z]'
@@ -23,6 +23,12 @@ printed '^\[{"name":"log","env":"TENSORBUS_LOG","value":"warn","source":"default
 printed '{"name":"bucket_size","env":"TENSORBUS_BUCKET_SIZE","value":16777216,"source":"default",'
 printed '{"name":"max_in_flight","env":"TENSORBUS_MAX_IN_FLIGHT","value":5,"source":"environment",'
 printed '{"name":"plan_bytes","env":"TENSORBUS_PLAN_BYTES","value":67108864,"source":"default",.*}\]$'
+printed '{"name":"store","env":"TENSORBUS_STORE","value":"","source":"default",'
+
+TENSORBUS_STORE=tcp://node0:7000 TENSORBUS_INDEX=3 accepted config
+printed '^store  *TENSORBUS_STORE  *tcp://node0:7000  *environment '
+printed '^index  *TENSORBUS_INDEX  *3  *environment '
+printed '^group  *TENSORBUS_GROUP  *default '
 
 for command in config demo; do
     TENSORBUS_LOG=loud refused "^tensorbus $command: TENSORBUS_LOG in the environment: 'loud'" $command

@@ -59,6 +59,7 @@ has demo size ranks src dst staged checksum bus gpu
 has bench only rounds size staged checksum peers hosts check json gpu
 has agent name rank size store socket token-file timeout workers transport host checksum no-gpu http
 has dashboard store socket listen token-file
+has run groups store token-file no-agents
 has status store socket all token-file timeout watch interval json
 has top socket interval once token-file
 

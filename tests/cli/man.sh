@@ -15,7 +15,7 @@ cmp -s "$tmp/overview" "$pages/tensorbus.1" || fail "tensorbus.1 is not what hel
 [ "$(find "$pages" -name '*.1' | wc -l)" -eq $(($(printf '%s\n' "$commands" | wc -l) + 1)) ] ||
     fail "pages: $(ls "$pages")"
 for variable in TENSORBUS_LOG TENSORBUS_BUCKET_SIZE TENSORBUS_STAGING_BYTES TENSORBUS_MAX_IN_FLIGHT \
-    TENSORBUS_PLAN_BYTES; do
+    TENSORBUS_PLAN_BYTES TENSORBUS_STORE TENSORBUS_INDEX; do
     grep -q "$variable" "$tmp/overview" || fail "tensorbus.1 does not tell of $variable"
 done
 
