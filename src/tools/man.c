@@ -97,7 +97,8 @@ static void add_others(tb__text *out, const tool_command *const *commands, const
         if (*c != command)
             tb__text_add(out, "%s.BR tensorbus\\-%s (1)", command || c != commands ? ",\n" : "", (*c)->name);
     }
-    tb__text_add(out, "\n");
+    tb__text_add(out, "\n.PP\nThe document docs/NAME.md is /usr/share/doc/tensorbus/NAME.md, or lies under another "
+                      "prefix that tensorbus was installed with.\n");
 }
 
 void tool_add_man(tb__text *out, const tool_command *const *commands, const tool_command *command) {

@@ -6,13 +6,17 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { SHAPE, DTYPE, SRC, DST, HOSTS, RANK, BUCKETS, ALL, JSON, SVG, HTML, JSONL, NOPTIONS };
+enum { SHAPE, DTYPE, SRC, DST, SPEC, IN, BANDWIDTH, HOSTS, RANK, BUCKETS, ALL, JSON, SVG, HTML, JSONL, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SHAPE] = {"shape", "N,N,...", "global shape of the tensor; '' is a scalar"},
     [DTYPE] = {"dtype", "DTYPE", "dtype, such as bf16"},
     [SRC] = {"src", "LAYOUT", "who has the tensor, as in 'mesh=4 place=S0'"},
     [DST] = {"dst", "LAYOUT", "who gets it, as in 'mesh=2,2 place=R,S1 ranks=4..7'"},
+    [SPEC] = {"spec", "FILE", "a whole model in their place: a spec as `tensorbus reshard` takes"},
+    [IN] = {"in", "PATH", "with --spec: the checkpoint that has names, shapes and dtypes"},
+    [BANDWIDTH] = {"bandwidth", "RATE,...",
+                   "with --spec: bytes a second of a rank, a host, a link between hosts: 20GB,50GB"},
     [HOSTS] = {"hosts", "HOST,...",
                "host numbers of rank 0, 1, 2, ...; shows what goes between hosts, and by which ways"},
     [RANK] = {"rank", "RANK", "only what this rank does, box by box"},
@@ -31,6 +35,11 @@ static const char details[] =
     "Boxes are half-open ranges of indices into a rank's own part. Kinds: P2P, BROADCAST (one box for\n"
     "several ranks), LOCAL, NONE (takes part in a reduction, sends nothing). How layouts are written:\n"
     "`tensorbus layout --help`. Bucket defaults: `tensorbus config`.\n"
+    "\n"
+    "With --spec all tensors are planned together, as one batch: what each rank and host sends and receives, what\n"
+    "goes from host to host, which of them is the busiest, and how long it takes at least at the given bandwidths,\n"
+    "each of which is for either direction. Equal rank numbers on both sides are the same process: a target that is\n"
+    "apart has a mesh of its own ranks in the spec, {\"mesh\": [32], \"ranks\": [64, 65, ...]}.\n"
     "\n"
     "A line for --jsonl has shape, dtype, src and dst, each of these with mesh, ranks and placements; the\n"
     "answer has check, chunks, send_bytes, recv_bytes, max_send and min_max_send, or error:\n"
@@ -80,10 +89,7 @@ static tb_status read_layouts(const char *const *value, tb_layout **src, tb_layo
     return TB_OK;
 }
 
-static tb_status read_request(const tb__config *config, const char *const *value, request *r) {
-    tb_shape shape;
-    tb_dtype dtype;
-    tb_layout *src, *dst;
+static tb_status read_ways(const tb__config *config, const char *const *value, request *r) {
     *r = (request){.rank = TB_NO_RANK,
                    .plan.size = sizeof r->plan,
                    .ir = {.size = sizeof r->ir,
@@ -91,8 +97,6 @@ static tb_status read_request(const tb__config *config, const char *const *value
                           .staging_bytes = tb__config_staging_bytes(config),
                           .max_in_flight = tb__config_max_in_flight(config),
                           .plan = &r->plan}};
-    TB_TRY(tb_shape_parse(value[SHAPE], &shape));
-    TB_TRY(tb_dtype_parse(value[DTYPE], &dtype));
     if (value[RANK])
         TB_TRY(tool_read_rank(value[RANK], &r->rank));
     if (value[HOSTS]) {
@@ -107,6 +111,16 @@ static tb_status read_request(const tb__config *config, const char *const *value
         if (status != TB_OK)
             return tb__fail_within(status, "--buckets");
     }
+    return TB_OK;
+}
+
+static tb_status read_request(const tb__config *config, const char *const *value, request *r) {
+    tb_shape shape;
+    tb_dtype dtype;
+    tb_layout *src, *dst;
+    TB_TRY(read_ways(config, value, r));
+    TB_TRY(tb_shape_parse(value[SHAPE], &shape));
+    TB_TRY(tb_dtype_parse(value[DTYPE], &dtype));
     TB_TRY(read_layouts(value, &src, &dst));
     return tool_plan_view_init(&r->view, src, dst, &shape, dtype, &r->plan);
 }
@@ -160,6 +174,7 @@ static tb_status add_all_buckets(tb__text *out, const request *r, bool as_json) 
 static tb_status prepare(const tb__config *config, const char *const *value, request *r, tb__text *out,
                          tb__text *picture) {
     TB_TRY(read_request(config, value, r));
+    r->view.hosts = r->hosts.item;
     bool is_whole = r->rank == TB_NO_RANK || value[SVG] || value[HTML];
     if (is_whole)
         TB_TRY(tool_plan_view_fill(&r->view));
@@ -234,21 +249,41 @@ static tb_status answer(const json_t *line, tb__text *out) {
     return status;
 }
 
+static tb_status prepare_model(const tb__config *config, const char *const *value, request *r, tb__text *out,
+                               tb__text *picture) {
+    static const int others[] = {SHAPE, DTYPE, SRC, DST, RANK, HTML};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        if (value[others[i]])
+            return tb__fail(TB_INVALID, "--%s does not go with --spec", options[others[i]].name);
+    }
+    TB_TRY(read_ways(config, value, r));
+    return tool_plan_model(&(tool_model_plan){.spec = value[SPEC],
+                                              .in = value[IN],
+                                              .bandwidth = value[BANDWIDTH],
+                                              .ir = &r->ir,
+                                              .all = value[ALL] != NULL,
+                                              .is_json = value[JSON] != NULL,
+                                              .wants_picture = value[SVG] != NULL},
+                           out, picture);
+}
+
 static int run(const tb__config *config, const char *const *value) {
     static const int needed[] = {SHAPE, DTYPE, SRC, DST};
     if (value[JSONL]) {
         int exit_status = tool_expect_alone(options, value, JSONL);
         return exit_status == TOOL_OK ? tool_answer_lines(value[JSONL], answer) : exit_status;
     }
-    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
+    if (!value[SPEC] && (value[IN] || value[BANDWIDTH]))
+        return tool_fail(TOOL_BAD_INPUT, "--%s needs --spec", options[value[IN] ? IN : BANDWIDTH].name);
+    for (size_t i = 0; !value[SPEC] && i < sizeof needed / sizeof *needed; i++) {
         if (!value[needed[i]])
             return tool_fail(TOOL_BAD_INPUT, "--%s is missing; see `tensorbus plan --help`", options[needed[i]].name);
     }
     if (value[SVG] && value[HTML])
         return tool_fail(TOOL_BAD_INPUT, "--html has the picture in it: give it or --svg, not both");
-    request r;
+    request r = {0};
     tb__text out = {0}, picture = {0};
-    tb_status status = prepare(config, value, &r, &out, &picture);
+    tb_status status = (value[SPEC] ? prepare_model : prepare)(config, value, &r, &out, &picture);
     int exit_status = status == TB_OK ? tool_deliver(&out, &picture, value[SVG] ? value[SVG] : value[HTML])
                                       : tool_fail_status(status);
     tb__text_fini(&out);
@@ -260,8 +295,9 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_plan = {
     .name = "plan",
-    .summary = "show what moves between two layouts of a tensor",
+    .summary = "show what moves between two layouts of a tensor, or of a model",
     .usage = "--shape N,N,... --dtype DTYPE --src LAYOUT --dst LAYOUT [OPTION...]\n"
+             "--spec FILE [--in PATH] [--bandwidth RATE,...] [OPTION...]\n"
              "--jsonl FILE",
     .details = details,
     .options = options,

@@ -145,3 +145,19 @@ tb_status tool_draw_plan(tb__text *out, const tool_plan_view *view) {
     tb__text_fini(&title);
     return status;
 }
+
+tb_status tool_draw_load(tb__text *out, const char *title, const char *figures, const tool_load *load,
+                         const int32_t *hosts) {
+    int32_t *ranks = tb__malloc(load->nranks, sizeof *ranks);
+    if (!ranks)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < load->nranks; i++)
+        ranks[i] = load->ranks[i].rank;
+    svg_canvas canvas = {.ranks = ranks, .nranks = (int32_t)load->nranks};
+    svg_text(&canvas, MARGIN, 48, (svg_style){.size = 22, .is_bold = true}, "%s", title);
+    svg_text(&canvas, MARGIN, 72, (svg_style){.size = 13, .colour = SVG_GREY}, "%s", figures);
+    tb_status status = svg_draw_load(&canvas, MARGIN, load, hosts);
+    svg_finish(&canvas, WIDTH, title, out);
+    free(ranks);
+    return status;
+}

@@ -127,5 +127,7 @@ tb_status svg_draw_panel(svg_canvas *canvas, svg_area area, const tb_layout *lay
 
 /* The traffic of a plan, source ranks down, target ranks across, below what was drawn so far. (svg_heat.c) */
 tb_status svg_draw_heat(svg_canvas *canvas, double x, const tool_plan_view *view);
+/* The same of a whole model; hosts may be NULL. */
+tb_status svg_draw_load(svg_canvas *canvas, double x, const tool_load *load, const int32_t *hosts);
 
 #endif

@@ -30,23 +30,51 @@ typedef struct heat {
     int64_t max_moved, zeros;
     bool has_kept;
     double x, y, cell; /* the map's corner, the size of a cell */
+    double top;        /* where the names of hosts stand */
 } heat;
+
+static void bin_side(side *s) {
+    s->per_bin = (s->nranks + MOST_BINS - 1) / MOST_BINS;
+    s->nbins = (s->nranks + s->per_bin - 1) / s->per_bin;
+}
+
+static void note_rank(side *s, int32_t i, int64_t nbytes) {
+    int64_t *busiest = &s->busiest[i / s->per_bin];
+    *busiest = nbytes > *busiest ? nbytes : *busiest;
+}
 
 static tb_status side_init(side *s, const tb_layout *layout, const tb_plan_stats *stats, const int64_t *bytes) {
     s->nranks = tb_layout_nranks(layout);
-    s->per_bin = (s->nranks + MOST_BINS - 1) / MOST_BINS;
-    s->nbins = (s->nranks + s->per_bin - 1) / s->per_bin;
     s->ranks = tb__malloc((size_t)s->nranks, sizeof *s->ranks);
     if (!s->ranks)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < s->nranks; i++)
         s->ranks[i] = tb_layout_rank_at(layout, i);
     qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, tb__compare_int32);
+    bin_side(s);
     for (int32_t i = 0, j = 0; i < s->nranks; i++) {
         while (stats->ranks[j] != s->ranks[i]) /* both ascending */
             j++;
-        int64_t *busiest = &s->busiest[i / s->per_bin];
-        *busiest = bytes[j] > *busiest ? bytes[j] : *busiest;
+        note_rank(s, i, bytes[j]);
+    }
+    return TB_OK;
+}
+
+/* The ranks that have something to do on this side. */
+static tb_status side_of_load(side *s, const tool_load *load, bool is_source) {
+    s->ranks = tb__malloc(load->nranks, sizeof *s->ranks);
+    if (!s->ranks)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < load->nranks; i++) {
+        const tool_rank_load *r = &load->ranks[i];
+        if (r->keeps || (is_source ? r->sends : r->receives))
+            s->ranks[s->nranks++] = r->rank;
+    }
+    if (s->nranks > 0)
+        bin_side(s);
+    for (size_t i = 0, n = 0; i < load->nranks && n < (size_t)s->nranks; i++) {
+        if (load->ranks[i].rank == s->ranks[n])
+            note_rank(s, (int32_t)n++, is_source ? load->ranks[i].sends : load->ranks[i].receives);
     }
     return TB_OK;
 }
@@ -56,24 +84,24 @@ static int32_t bin_of(const side *s, int32_t rank) {
     return found ? (int32_t)(found - s->ranks) / s->per_bin : -1;
 }
 
+static void add_bytes(heat *h, int32_t from, int32_t to, int64_t nbytes) {
+    int32_t row = bin_of(&h->src, from), column = bin_of(&h->dst, to);
+    if (from == to) {
+        h->kept[row][column] += nbytes;
+        h->has_kept |= nbytes > 0;
+    } else {
+        h->moved[row][column] += nbytes;
+        h->max_moved = h->moved[row][column] > h->max_moved ? h->moved[row][column] : h->max_moved;
+    }
+}
+
 static void gather(heat *h, const tool_plan_view *view) {
     for (size_t i = 0; i < view->transfers.count; i++) {
         const tool_transfer *t = &view->transfers.item[i];
-        if (t->source == TB_NO_RANK) {
+        if (t->source == TB_NO_RANK)
             h->zeros += t->nbytes;
-            continue;
-        }
-        int32_t row = bin_of(&h->src, t->source);
-        for (uint32_t j = 0; j < t->ntargets; j++) {
-            int32_t column = bin_of(&h->dst, t->targets[j]);
-            if (tool_is_local(t)) {
-                h->kept[row][column] += t->nbytes;
-                h->has_kept = true;
-            } else {
-                h->moved[row][column] += t->nbytes;
-                h->max_moved = h->moved[row][column] > h->max_moved ? h->moved[row][column] : h->max_moved;
-            }
-        }
+        for (uint32_t j = 0; t->source != TB_NO_RANK && j < t->ntargets; j++)
+            add_bytes(h, t->source, t->targets[j], t->nbytes);
     }
 }
 
@@ -177,6 +205,8 @@ static void draw_sent(svg_canvas *canvas, const heat *h, int64_t bound) {
         svg_text(canvas, x + BAR_SPACE + 8, y + h->cell / 2 + size * 0.35, (svg_style){.size = size}, "%s",
                  tool_size(nbytes).text);
     }
+    if (bound == 0) /* there is none, of a whole model */
+        return;
     double at = x + (double)bound / most * BAR_SPACE;
     svg_line(canvas, at, h->y - 4, at, h->y + height + 6, "#c0392b", "4 3");
     svg_text(canvas, at, h->y + height + 18, (svg_style){.size = 10, .anchor = SVG_MIDDLE, .colour = "#c0392b"},
@@ -234,15 +264,39 @@ static void draw_scale(svg_canvas *canvas, const heat *h, double x, const char *
     }
 }
 
-static void draw(svg_canvas *canvas, heat *h, double x, const tool_plan_view *view) {
+/* Which rows, or columns, are ranks of which host, and lines between those of different ones. */
+static void draw_hosts(svg_canvas *canvas, const heat *h, const side *s, const int32_t *hosts, bool is_down) {
+    double along = (is_down ? h->src.nbins : h->dst.nbins) * h->cell;
+    double across = (is_down ? h->dst.nbins : h->src.nbins) * h->cell;
+    double from = is_down ? h->x : h->y, begin = is_down ? h->y : h->x;
+    for (int32_t i = 0, next; i < s->nbins; i = next) {
+        int32_t host = hosts[s->ranks[(int64_t)i * s->per_bin]];
+        for (next = i + 1; next < s->nbins && hosts[s->ranks[(int64_t)next * s->per_bin]] == host; next++)
+            ;
+        double at = begin + next * h->cell, middle = begin + (i + next) * h->cell / 2, size = (next - i) * h->cell;
+        char name[32];
+        snprintf(name, sizeof name, "host %" PRId32, host);
+        if (size < svg_text_width(name, 10))
+            snprintf(name, sizeof name, "%" PRId32, host);
+        svg_style style = {.size = 10, .anchor = SVG_MIDDLE, .colour = SVG_GREY, .turn = is_down ? -90 : 0};
+        if (is_down && at < begin + along - 1)
+            svg_line(canvas, from - LABEL_SPACE, at, from + across, at, SVG_GREY, "2 2");
+        else if (!is_down && at < begin + along - 1)
+            svg_line(canvas, at, h->top - 10, at, from + across, SVG_GREY, "2 2");
+        svg_text(canvas, is_down ? h->x - LABEL_SPACE + 6 : middle, is_down ? middle : h->top, style, "%s", name);
+    }
+}
+
+static void draw(svg_canvas *canvas, heat *h, double x, int64_t total, int64_t bound, const int32_t *hosts) {
     int32_t most = h->src.nbins > h->dst.nbins ? h->src.nbins : h->dst.nbins;
     double top = canvas->bottom + 40;
     h->cell = fmax(9, fmin(floor((double)SIDE / most), 56));
-    h->x = x + LABEL_SPACE + 14;
+    h->x = x + LABEL_SPACE + 14 + (hosts ? 14 : 0);
     double widest = widest_name(&h->dst, name_size(h));
-    h->y = top + 48 + (widest > h->cell ? widest : 14);
+    h->top = top + 40;
+    h->y = top + 48 + (widest > h->cell ? widest : 14) + (hosts ? 14 : 0);
     svg_text(canvas, x, top, (svg_style){.size = 16, .is_bold = true}, "Traffic between ranks: %s in all",
-             tool_size(view->stats.total_bytes).text);
+             tool_size(total).text);
     svg_text(canvas, h->x, top + 22, (svg_style){.size = 12, .colour = SVG_GREY}, "to (target ranks)");
     svg_text(canvas, x - 4, h->y + h->src.nbins * h->cell / 2,
              (svg_style){.size = 12, .anchor = SVG_MIDDLE, .colour = SVG_GREY, .turn = -90}, "from (source ranks)");
@@ -256,7 +310,11 @@ static void draw(svg_canvas *canvas, heat *h, double x, const tool_plan_view *vi
     tb__text_add(&canvas->body, "</g>\n");
     draw_names(canvas, h, &h->src, true);
     draw_names(canvas, h, &h->dst, false);
-    draw_sent(canvas, h, view->stats.min_max_send);
+    if (hosts) {
+        draw_hosts(canvas, h, &h->src, hosts, true);
+        draw_hosts(canvas, h, &h->dst, hosts, false);
+    }
+    draw_sent(canvas, h, bound);
     draw_received(canvas, h);
     draw_scale(canvas, h, h->x, hatch.text);
 }
@@ -271,7 +329,29 @@ tb_status svg_draw_heat(svg_canvas *canvas, double x, const tool_plan_view *view
         status = side_init(&h->dst, view->dst, s, s->recv_bytes);
     if (status == TB_OK) {
         gather(h, view);
-        draw(canvas, h, x, view);
+        draw(canvas, h, x, s->total_bytes, s->min_max_send, view->hosts);
+    }
+    free(h->src.ranks);
+    free(h->dst.ranks);
+    free(h);
+    return status;
+}
+
+tb_status svg_draw_load(svg_canvas *canvas, double x, const tool_load *load, const int32_t *hosts) {
+    heat *h = tb__calloc(1, sizeof *h);
+    if (!h)
+        return TB_NO_MEMORY;
+    tb_status status = side_of_load(&h->src, load, true);
+    if (status == TB_OK)
+        status = side_of_load(&h->dst, load, false);
+    if (status == TB_OK && h->src.nranks > 0 && h->dst.nranks > 0) {
+        for (size_t i = 0; i < load->rank_links.count; i++)
+            add_bytes(h, load->rank_links.item[i].from, load->rank_links.item[i].to, load->rank_links.item[i].nbytes);
+        for (size_t i = 0; i < load->nranks; i++) {
+            if (load->ranks[i].keeps)
+                add_bytes(h, load->ranks[i].rank, load->ranks[i].rank, load->ranks[i].keeps);
+        }
+        draw(canvas, h, x, tool_load_total(load), 0, hosts);
     }
     free(h->src.ranks);
     free(h->dst.ranks);

@@ -60,6 +60,32 @@ static void add_tip(tb__text *tip, const tb_shape *shape, const svg_cell *cell) 
         tb__text_add(tip, " and others");
 }
 
+/* Ranks of bands that are too low for a label in them: some of them, at the right of the panel. */
+static tb_status draw_bands(svg_canvas *canvas, svg_area area, svg_cut *cut) {
+    enum { SIZE = 9 };
+    double last = -1e9;
+    size_t named = 0;
+    for (size_t r = 0; r < cut->nrows; r++) {
+        svg_cell cell;
+        tb__text text = {0};
+        TB_TRY(svg_cut_cell(cut, r, 0, &cell));
+        double at = area.y + (cell.y + cell.h / 2) * area.h;
+        if (cell.nowners == 0 || at - last < SIZE + 2)
+            continue;
+        last = at;
+        named++;
+        tb__text_add(&text, "%" PRId32 "%s", cell.owners[0], cell.total_owners > 1 ? "+" : "");
+        svg_line(canvas, area.x + area.w, at, area.x + area.w + 4, at, SVG_GREY, NULL);
+        svg_text(canvas, area.x + area.w + 6, at + SIZE * 0.35, (svg_style){.size = SIZE, .colour = SVG_GREY}, "%s",
+                 text.data ? text.data : "");
+        canvas->body.failed |= text.failed;
+        tb__text_fini(&text);
+    }
+    svg_text(canvas, area.x, area.y + area.h + 50, (svg_style){.size = 11, .colour = SVG_GREY},
+             "%zu bands; the ranks of %zu are at the right", cut->nrows, named);
+    return TB_OK;
+}
+
 static tb_status draw_cells(svg_canvas *canvas, svg_area area, svg_cut *cut, size_t *missing) {
     for (size_t r = 0; r < cut->nrows; r++) {
         for (size_t c = 0; c < cut->ncolumns; c++) {
@@ -145,17 +171,21 @@ tb_status svg_draw_panel(svg_canvas *canvas, svg_area area, const tb_layout *lay
     svg_cut cut;
     TB_TRY(svg_cut_init(&cut, layout, shape, axes));
     tb_status status = TB_OK;
-    bool is_empty = cut.nrows == 0 || cut.ncolumns == 0;
+    bool is_empty = cut.nrows == 0 || cut.ncolumns == 0, has_bands = false;
     if (is_empty) {
         svg_rect(canvas, area.x, area.y, area.w, area.h, "none", SVG_LINE, NULL);
         svg_text(canvas, area.x + area.w / 2, area.y + area.h / 2 + 4,
                  (svg_style){.size = 12, .anchor = SVG_MIDDLE, .colour = SVG_GREY}, "no elements");
     } else {
+        size_t before = *missing;
         status = draw_cells(canvas, area, &cut, missing);
+        has_bands = *missing > before && cut.ncolumns == 1 && cut.nrows > 1 && area.w < 500;
+        if (status == TB_OK && has_bands)
+            status = draw_bands(canvas, area, &cut);
         svg_rect(canvas, area.x, area.y, area.w, area.h, "none", SVG_GREY, NULL);
         draw_axes(canvas, area, &cut);
     }
-    double below = area.y + area.h + (axes->ncolumns > 0 && !is_empty ? 50 : 18);
+    double below = area.y + area.h + (has_bands ? 65 : axes->ncolumns > 0 && !is_empty ? 50 : 18);
     svg_style note = {.size = 11, .colour = SVG_GREY};
     if (svg_cut_is_sampled(&cut)) {
         svg_text(canvas, area.x, below, note, "cut more finely than can be drawn: sampled");

@@ -190,6 +190,7 @@ typedef struct tool_plan_view {
     tb_layout *src, *dst;
     tb_plan *plan;
     tb_plan_stats stats;
+    const int32_t *hosts; /* of the ranks, for the picture; NULL: not told */
     TB_VEC(tool_transfer) transfers;
     tb__arena arena;
 } tool_plan_view;
@@ -206,6 +207,48 @@ void tool_plan_view_fini(tool_plan_view *view);
 void tool_add_plan_heading(tb__text *out, const tool_plan_view *view);
 void tool_add_plan(tb__text *out, const tool_plan_view *view, bool all);
 void tool_add_plan_json(tb__text *out, const tool_plan_view *view, const char *more); /* members; NULL: none */
+/* What the ranks of a batch do (load.c): what they send is sent to receivers, those of relays included. */
+typedef struct tool_rank_load {
+    int32_t rank;
+    int64_t sends, receives, keeps;
+} tool_rank_load;
+
+typedef struct tool_link {
+    int32_t from, to; /* ranks, or hosts */
+    int64_t nbytes;
+} tool_link;
+
+typedef TB_VEC(tool_link) tool_links;
+
+/* A broadcast that is handed on. */
+typedef struct tool_way {
+    char *text; /* "0 > 4 > 8,9": who sends to whom */
+    int64_t nbytes;
+} tool_way;
+
+typedef struct tool_load {
+    size_t nranks;
+    tool_rank_load *ranks;             /* ascending */
+    tool_links rank_links, host_links; /* by from, then to; between hosts if the plan's options have them */
+    TB_VEC(tool_way) ways;
+} tool_load;
+
+/* `ranks` are all that the layouts name, ascending. To be ended with fini whatever the status is. */
+tb_status tool_load_fill(tool_load *load, const tb_tensor_spec *tensors, size_t ntensors, const int32_t *ranks,
+                         size_t nranks, const tb_ir_opts *opts);
+void tool_load_fini(tool_load *load);
+int64_t tool_load_total(const tool_load *load);                     /* that is sent */
+void tool_add_load(tb__text *out, const tool_load *load, bool all); /* links of hosts, and ways (host_report.c) */
+
+/* A whole model (plan_model.c). `bandwidth` as --bandwidth has it; NULL: no estimates. */
+typedef struct tool_model_plan {
+    const char *spec, *in, *bandwidth; /* `in` may be NULL */
+    const tb_ir_opts *ir;
+    bool all, is_json, wants_picture;
+} tool_model_plan;
+
+tb_status tool_plan_model(const tool_model_plan *plan, tb__text *out, tb__text *picture);
+
 /* With a host map (host_report.c): what goes between hosts, and how it is handed on. In JSON: two members. */
 tb_status tool_add_hosts(tb__text *out, const tool_plan_view *view, const tb_ir_opts *opts, bool all);
 tb_status tool_hosts_json(const tool_plan_view *view, const tb_ir_opts *opts, char **out);
@@ -216,6 +259,9 @@ tb_status tool_add_rank_json(tb__text *out, const tool_plan_view *view, int32_t 
 
 tb_status tool_draw_layout(tb__text *out, const tb_layout *layout, const tb_shape *shape, tb_dtype dtype);
 tb_status tool_draw_plan(tb__text *out, const tool_plan_view *view);
+/* The traffic of a model; hosts may be NULL. */
+tb_status tool_draw_load(tb__text *out, const char *title, const char *figures, const tool_load *load,
+                         const int32_t *hosts);
 tb_status tool_draw_plan_page(tb__text *out, const tool_plan_view *view); /* of HTML (plan_html.c) */
 
 #endif

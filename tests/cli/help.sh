@@ -45,7 +45,7 @@ has() {
         "$tmp/help" || fail "the help of $command has long lines"
 }
 has layout shape layout dtype rank all json svg jsonl
-has plan shape dtype src dst hosts rank buckets all json svg html jsonl
+has plan shape dtype src dst spec in bandwidth hosts rank buckets all json svg html jsonl
 has inspect json token-file
 has verify hashes spec threads json
 has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json \

@@ -48,6 +48,11 @@ test -x "$prefix/bin/tensorbus"
 test -s "$prefix/share/man/man1/tensorbus.1"
 test -s "$prefix/share/man/man1/tensorbus-agent.1"
 test -s "$prefix/share/tensorbus/systemd/tensorbus-agent@.service"
+grep -ho 'docs/[a-z/]*\.md' "$prefix"/share/man/man1/*.1 | sort -u >"$work/documents"
+test -s "$work/documents"
+while read -r document; do
+    test -s "$prefix/share/doc/tensorbus/${document#docs/}"
+done <"$work/documents"
 if [ -n "$MPIS" ]; then
     "$prefix/bin/tensorbus" bench --hosts --only mpi_row_col --size 1MiB --rounds 1 --json >"$work/bench"
     if ! grep -q '"against":"MPI_Alltoallw"' "$work/bench"; then
