@@ -210,9 +210,13 @@ typedef struct tb_world_opts {
  *     TENSORBUS_STORE                    the URL, if it is NULL; or TENSORBUS_AGENT, an agent's socket, comes before it
  *     TENSORBUS_TOKEN_FILE               with a URL of NULL, the file whose first line is the token
  *     TENSORBUS_GROUP                    the group
- *     TENSORBUS_INDEX, TENSORBUS_SIZE    the seat; or RANK and WORLD_SIZE, which torchrun sets; or what Open MPI, MPICH,
- *                                        Slurm (srun), or a LeaderWorkerSet of Kubernetes says; or the index of an
- *                                        indexed Job of Kubernetes, which needs TENSORBUS_SIZE. The first that is set
+ *     TENSORBUS_INDEX, TENSORBUS_SIZE    the seat; or else, the first that is set:
+ *     RANK, WORLD_SIZE                   of torchrun
+ *     OMPI_COMM_WORLD_RANK, ..._SIZE     of Open MPI
+ *     PMI_RANK, PMI_SIZE                 of MPICH
+ *     SLURM_PROCID, SLURM_STEP_NUM_TASKS of srun
+ *     LWS_WORKER_INDEX, LWS_GROUP_SIZE   of a LeaderWorkerSet of Kubernetes
+ *     JOB_COMPLETION_INDEX               of an indexed Job of Kubernetes, which needs TENSORBUS_SIZE
  *
  * `tensorbus run` sets them. TB_INVALID, with the variable, if it is malformed, or if none is set. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,

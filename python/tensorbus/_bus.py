@@ -61,10 +61,10 @@ def _joining(
     """Takes seat ``index`` of the ``size`` in ``group``, on the bus whose store is at ``url``.
 
     ``url`` is "unix:/run/bus.sock", "tcp://127.0.0.1:7000" or "etcd://a:2379,b:2379"; or an agent,
-    "agent:/run/trainer-0.sock", whose seat it is then. Without it, TENSORBUS_STORE or TENSORBUS_AGENT of the environment
-    tells where, as `tensorbus run` sets them. ``group`` defaults to TENSORBUS_GROUP; ``index`` and ``size`` to those of
-    torch.distributed, or of the environment: TENSORBUS_INDEX and TENSORBUS_SIZE, or what torchrun, MPI, Slurm or
-    Kubernetes has set (tensorbus.h has the variables).
+    "agent:/run/trainer-0.sock", whose seat it is then. Without it, TENSORBUS_STORE or TENSORBUS_AGENT of the
+    environment tells where, as `tensorbus run` sets them. ``group`` defaults to TENSORBUS_GROUP; ``index`` and ``size``
+    to those of torch.distributed, or of the environment: TENSORBUS_INDEX and TENSORBUS_SIZE, or what torchrun, MPI,
+    Slurm or Kubernetes has set (tensorbus.h has the variables).
 
     Options: ``timeout``, in seconds, to join, and for calls that are given none (30); ``token``, the same for all who
     meet in one store; ``transport``, "auto", "shm", "ucx" or "self"; ``workers``, threads that copy; ``host``, whoever

@@ -40,7 +40,7 @@ JOIN: list[tuple[dict[str, Any], str]] = [
     ({"url": "unix:/\0"}, "url has a NUL"),
     ({"url": "\ud800"}, "url is not valid Unicode"),
     ({"group": ""}, "needs a name"),
-    ({"group": None}, "group is missing"),
+    ({"group": None}, "tells this process's group"),
     ({"index": 2}, "seat 2|index 2"),
     ({"index": -1}, "index is -1"),
     ({"index": 2**40}, "index is"),
