@@ -31,6 +31,8 @@ typedef struct model {
     tb__spec *spec;
     tb__checkpoint *checkpoint; /* NULL: the spec has the shapes */
     TB_VEC(tb_tensor_spec) tensors;
+    TB_VEC(tb_layout *) layouts; /* of the tensors, on the ranks of their layers and experts */
+    tb__arena arena;
     int64_t nbytes;        /* of the tensors, each once */
     TB_VEC(int32_t) ranks; /* of all layouts, ascending */
     tool_load load;
@@ -40,6 +42,10 @@ typedef struct model {
 
 static void model_fini(model *m) {
     tool_load_fini(&m->load);
+    for (size_t i = 0; i < m->layouts.count; i++)
+        tb_layout_destroy(m->layouts.item[i]);
+    free(m->layouts.item);
+    tb__arena_fini(&m->arena);
     free(m->tensors.item);
     free(m->ranks.item);
     free(m->machines.item);
@@ -49,11 +55,29 @@ static void model_fini(model *m) {
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------- */
 
+/* Tensors with the same layout share it: that it is the same is found out by comparing pointers. */
+static tb_status add_layout(model *m, const tb__spec_mesh *mesh, const tb__spec_form *form, const tb_layout *layout,
+                            const char *name, const tb_layout **out) {
+    *out = layout;
+    if (!mesh->numbers[TB__SPEC_LAYERS].pattern && !mesh->numbers[TB__SPEC_EXPERTS].pattern && !form->has_stage)
+        return TB_OK;
+    if (!tb__vec_reserve(&m->layouts, 1))
+        return TB_NO_MEMORY;
+    TB_TRY(tb__spec_layout(mesh, form, layout, name, &m->layouts.item[m->layouts.count]));
+    *out = m->layouts.item[m->layouts.count++];
+    return TB_OK;
+}
+
 static tb_status add_tensor(model *m, const char *name, const tb__spec_rule *rule, const tb_shape *shape,
                             tb_dtype dtype) {
     int64_t nbytes;
+    const char *target;
     if (rule->src_quant.kind || rule->dst_quant.kind)
         return tb__fail(TB_REFUSED, "tensor '%.200s' is quantised (%s); a plan has numbers of plain dtypes only", name,
+                        rule->where);
+    if (rule->src_form.view || rule->dst_form.view || rule->is_more || tb__spec_more(m->spec, rule))
+        return tb__fail(TB_REFUSED,
+                        "tensor '%.200s' has a view, or becomes several (%s); a plan has tensors that stay whole", name,
                         rule->where);
     if (dtype == TB_DTYPE_NONE)
         return tb__fail(TB_INVALID, "tensor '%.200s' has no dtype in the spec (%s); give --in CHECKPOINT", name,
@@ -61,18 +85,19 @@ static tb_status add_tensor(model *m, const char *name, const tb__spec_rule *rul
     TB_TRY(tb_shape_size(shape, dtype, NULL, &nbytes));
     if (__builtin_add_overflow(m->nbytes, nbytes, &m->nbytes))
         return tb__fail(TB_TOO_BIG, "the tensors have more than 2^63 bytes");
+    TB_TRY(tb__spec_expand(rule, name, rule->dst_form.name, &m->arena, &target));
     tb_tensor_spec tensor = {.size = sizeof tensor,
                              .name = name,
                              .shape = *shape,
-                             .src = rule->src,
-                             .dst = rule->dst,
                              .src_dtype = dtype,
                              .dst_dtype = rule->dst_dtype == TB_DTYPE_NONE ? dtype : rule->dst_dtype};
+    TB_TRY(add_layout(m, &m->spec->src_mesh, &rule->src_form, rule->src, name, &tensor.src));
+    TB_TRY(add_layout(m, &m->spec->dst_mesh, &rule->dst_form, rule->dst, target ? target : name, &tensor.dst));
     return tb__vec_push(&m->tensors, tensor) ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status add_tensors(model *m) {
-    TB_TRY(tb__spec_load(m->plan->spec, &m->spec));
+    TB_TRY(tb__spec_load(m->plan->spec, m->plan->in, NULL, &m->spec));
     if (m->plan->in) {
         TB_TRY(tb__checkpoint_open(m->plan->in, &m->checkpoint));
         for (size_t i = 0; i < m->checkpoint->count; i++) {

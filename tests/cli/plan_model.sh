@@ -39,6 +39,8 @@ echo '{"src_mesh": [2], "rules": [{"match": "layers.2.*", "skip": true}, {"match
 accepted plan --spec "$tmp/rules" --in "$tmp/model.safetensors" --json
 printed '^{"tensors":2,"bytes":128,"moves":64,"ranks":\[{"rank":0,"sends":0,"receives":64,"keeps":64},{"rank":1,"sends":64,'
 refused 'has rules only, which tell no shapes; give --in' plan --spec "$tmp/rules"
+echo '{"src_mesh": [2], "rules": [{"match": "*", "dst": {"view": "merge(0,1)"}}]}' >"$tmp/view"
+refused 'has a view, or becomes several (rules 0)' plan --spec "$tmp/view" --in "$tmp/model.safetensors"
 refused 'No such file' plan --spec "$tmp/none"
 refused '--rank does not go with --spec' plan --spec "$tmp/spec" --rank 0
 refused '--bandwidth needs --spec' plan --shape 8 --dtype f32 --src 'mesh=1 place=R' --dst 'mesh=1 place=R' --bandwidth 1GB
