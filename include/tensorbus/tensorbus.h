@@ -484,7 +484,7 @@ TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 /* Lists every piece that this process sends or receives in the batch, one per line: its box and tensor, its device if
  * that is not the host, its source and targets, and the relays. For a received piece, how it is written: *direct* (it
  * is read into its place), *copy* (it came in a bucket), *transform* (it is converted), or *in place* (it is there
- * already); and how it is reached: *mapped*, *not mapped* (it is read by calls), or *staged*, with the reason. With an
+ * already); and how it is reached: *mapped*, or *staged*, with the reason. With an
  * agent, further lines list tensors on devices that this process copies from or to host memory, and why. Ranks are
  * those of the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer in that direction,
  * which decides all this. */

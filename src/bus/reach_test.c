@@ -1,6 +1,6 @@
 /* How a tensor is reached is decided per tensor: one rank has tensors that others can map, in host memory and on a
- * device, one that they can only read by calls, and some that have to be staged, each in a bucket of its own or all
- * small enough for one. The dump says which, and why. */
+ * device, and some that have to be staged, each in a bucket of its own or all small enough for one. The dump says
+ * which, and why. */
 #define TB_SLOW_DEVICE
 #include "bus/bus_test.h"
 
@@ -16,7 +16,6 @@ typedef struct kind {
     home at_sender, at_receiver;
     const char *why; /* it is staged: "S" or "R", whether the sender or a receiver can't reach it, and what follows that
                         rank in the reason; NULL: it is not staged */
-    bool is_read;    /* not mapped */
 } kind;
 
 typedef struct kinds {
@@ -62,7 +61,7 @@ static void describe(const rank *r, const kind *k, char *out, size_t room) {
     else if (is_a(r))
         snprintf(out, room, ", read in place, ");
     else
-        snprintf(out, room, ", direct, %s, ", k->is_read ? "not mapped" : "mapped");
+        snprintf(out, room, ", direct, mapped, ");
 }
 
 /* The dump begins with the rank whose it is; the reason, with that which can't reach the tensor. */
@@ -145,13 +144,13 @@ static void run_kinds(const kind *item, int count) {
 static void test_each_tensor_for_itself(void **state) {
     (void)state;
     static const kind all[] = {
-        {"both_on_device", DEVICE, DEVICE, NULL, false},
-        {"from_device", DEVICE, SHARED, NULL, false},
-        {"to_device", SHARED, DEVICE, NULL, false},
-        {"private_to_device", PRIVATE, DEVICE, "R can't map its memory, and device slow would have to read it)", false},
-        {"unshareable", UNSHAREABLE, DEVICE, "S can't share it: memory of device slow at ", false},
-        {"private", PRIVATE, SHARED, NULL, true},
-        {"shared", SHARED, SHARED, NULL, false},
+        {"both_on_device", DEVICE, DEVICE, NULL},
+        {"from_device", DEVICE, SHARED, NULL},
+        {"to_device", SHARED, DEVICE, NULL},
+        {"private_to_device", PRIVATE, DEVICE, "R can't map its memory)"},
+        {"unshareable", UNSHAREABLE, DEVICE, "S can't share it: memory of device slow at "},
+        {"private", PRIVATE, SHARED, "R can't map its memory)"},
+        {"shared", SHARED, SHARED, NULL},
     };
     run_kinds(all, sizeof all / sizeof *all);
 }
@@ -160,8 +159,8 @@ static void test_each_tensor_for_itself(void **state) {
 static void test_device_that_is_not_used(void **state) {
     (void)state;
     static const kind all[] = {
-        {"device", DEVICE, SHARED, "R can't map it: it has no memory of its own on device slow)", false},
-        {"shared", SHARED, SHARED, NULL, false},
+        {"device", DEVICE, SHARED, "R can't map it: it has no memory of its own on device slow)"},
+        {"shared", SHARED, SHARED, NULL},
     };
     run_kinds(all, sizeof all / sizeof *all);
 }
@@ -249,11 +248,10 @@ static void fail_calls(rank *r) {
         slow_device_call call;
         kind kind;
     } faults[] = {
-        {SLOW_DEVICE_MAP,
-         {"w", DEVICE, DEVICE, "R can't map it: map of the slow device fails, as the test wants)", false}},
+        {SLOW_DEVICE_MAP, {"w", DEVICE, DEVICE, "R can't map it: map of the slow device fails, as the test wants)"}},
         {SLOW_DEVICE_SHARE,
-         {"w", DEVICE, DEVICE, "S can't share it: share of the slow device fails, as the test wants)", false}},
-        {SLOW_DEVICE_NCALLS, {"w", DEVICE, DEVICE, NULL, false}},
+         {"w", DEVICE, DEVICE, "S can't share it: share of the slow device fails, as the test wants)"}},
+        {SLOW_DEVICE_NCALLS, {"w", DEVICE, DEVICE, NULL}},
     };
     part w;
     tb_pair *pair;

@@ -279,11 +279,11 @@ static bool reach_tensor(tb__flow *flow, remote_tensor *p, const span *read) {
         tb__prefix_detail("tensor '%.100s' is not inside of its memory", flow->tensors[p->tensor].spec.name);
         return false;
     }
-    if (status == TB_OK && first < last)
-        status = tb__peer_memory_probe(p->memory, (uint64_t)first);
     if (status != TB_OK)
         p->why_staged =
             tb__flow_keep_reason(flow, "rank %" PRId32 " can't read it: %s", flow->o.rank, tb_error_detail());
+    else if (!tb__peer_memory_is_mapped(p->memory)) /* system calls that read it take longer than staging */
+        p->why_staged = tb__flow_keep_reason(flow, "rank %" PRId32 " can't map its memory", flow->o.rank);
     return true;
 }
 

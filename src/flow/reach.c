@@ -7,10 +7,6 @@
 
 #include <inttypes.h>
 
-/* Shorter contiguous runs of bytes cost more to read one by one than to have packed. */
-enum { MIN_RUN = 2048 };
-enum { MAX_SENDERS_READ = 1024 }; /* at once, if they are not mapped */
-
 /* ---- Why a bucket is staged -----------------------------------------------------------------------------------------
  */
 
@@ -39,7 +35,6 @@ static bool lane_unpacks_last(const tb__flow *flow, const lane *l) {
 
 /* How a bucket would be read. */
 typedef struct reading {
-    bool has_unmapped;  /* something is read by calls, which only the host device can do */
     tb__device *device; /* that copies; the host's if no other has to ... */
     int unit;           /* ... and which of its units */
 } reading;
@@ -81,16 +76,7 @@ static const char *why_staged_chunk(tb__flow *flow, const tb_chunk *chunk, const
         return tb__flow_keep_reason(flow, "rank %" PRId32 " did not say where it is", m->peer->rank);
     if (p->why_staged)
         return p->why_staged;
-    if (tb__peer_memory_is_mapped(p->memory))
-        return add_memory(flow, r, p->memory);
-    int outer;
-    int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
-    bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < MIN_RUN;
-    r->has_unmapped = true;
-    return outer > 0 && is_short
-               ? tb__flow_keep_reason(flow, "rank %" PRId32 " can't map its memory, and it lies there in short runs",
-                                      flow->o.rank)
-               : NULL;
+    return add_memory(flow, r, p->memory);
 }
 
 /* Why no bucket of the lane can be read; NULL: see why_staged_bucket. */
@@ -121,9 +107,6 @@ static const char *why_staged_piece(tb__flow *flow, const uint32_t *senders, uin
     const char *why = NULL;
     for (uint32_t i = 0; i < nsenders && !why; i++)
         why = why_staged_chunk(flow, chunk, &flow->members[senders[i]], r);
-    if (!why && r->has_unmapped && r->device->ops != &tb__host_device_ops)
-        why = tb__flow_keep_reason(flow, "rank %" PRId32 " can't map its memory, and device %s would have to read it",
-                                   flow->o.rank, r->device->ops->name);
     return why;
 }
 
@@ -132,7 +115,7 @@ static const char *why_staged_piece(tb__flow *flow, const uint32_t *senders, uin
 static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_bucket *bucket, bool *is_for_device) {
     const tb_ir *ir = flow->setup.ir;
     const char *first_why = NULL, *first_name = NULL;
-    bool has_unmapped = false, is_any_read = false;
+    bool is_any_read = false;
     for (size_t i = 0; i < bucket->nentries; i++) {
         const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
         const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
@@ -143,13 +126,10 @@ static const char *why_staged_bucket(tb__flow *flow, const lane *l, const tb_buc
             first_name = t->spec.name;
         }
         is_any_read |= !why;
-        has_unmapped |= r.has_unmapped;
         *is_for_device = (*is_for_device || i == 0) && r.device->ops != &tb__host_device_ops;
     }
     if (first_why && is_any_read)
         return tb__flow_keep_reason(flow, "tensor '%.100s' is in its bucket: %s", first_name, first_why);
-    if (!first_why && l->nsenders > MAX_SENDERS_READ && has_unmapped)
-        return tb__flow_keep_reason(flow, "rank %" PRId32 " would have to read too many ranks at a time", flow->o.rank);
     return first_why;
 }
 

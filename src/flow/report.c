@@ -406,16 +406,6 @@ static const char *write_back(const tb__flow *flow, const lane *l, const bucket_
     return path->why_taken || l->is_stashed || c->is_coded ? "copy" : "direct";
 }
 
-/* How a piece is read: through a mapping of the senders' memory, or by calls of the transport. */
-static const char *reach_name(const tb__flow *flow, const lane *l, const tb_chunk *c) {
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[i]], c->tensor);
-        if (p && p->memory && !tb__peer_memory_is_mapped(p->memory))
-            return "not mapped";
-    }
-    return "mapped";
-}
-
 static void add_ranks(tb__text *t, const int32_t *ranks, uint32_t count) {
     for (uint32_t i = 0; i < count; i++)
         tb__text_add(t, "%s%" PRId32, i ? "," : "", ranks[i]);
@@ -462,7 +452,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
         if (path->why_taken && !c->is_coded)
             tb__text_add(t, ", staged (%s)", path->why_taken);
         else if (l->nsenders > 0 && !c->is_coded)
-            tb__text_add(t, ", %s", reach_name(flow, l, c));
+            tb__text_add(t, ", mapped");
         for (uint32_t i = 0; i < l->nchildren; i++)
             tb__text_add(t, "%s%" PRId32, i ? "," : ", relayed to ", flow->members[l->children[i]].peer->rank);
     }

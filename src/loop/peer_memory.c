@@ -2,7 +2,6 @@
 #include "loop/peer_memory.h"
 
 #include "base/mem.h"
-#include "device/host/reader.h"
 #include "loop/loop_inside.h"
 #include "loop/region.h"
 #include "loop/share.h"
@@ -12,8 +11,7 @@
 struct tb__peer_memory {
     tb__peer *peer;
     tb_remote *remote;    /* of the transport; NULL: a part of shared device memory */
-    char *map;            /* of `remote`; NULL: not mapped, but read ... */
-    tb__mapping *reader;  /* ... through this, made on first use */
+    char *map;            /* of `remote`; NULL: not mapped */
     tb__import_part part; /* without `remote` */
 };
 
@@ -57,7 +55,6 @@ void tb__peer_memory_release(tb__peer_memory *memory) {
     if (!memory)
         return;
     const tb_transport *t = memory->peer->transport;
-    tb__host_unmap_reader(memory->reader);
     if (memory->remote)
         t->ops->mem_release(t->context, memory->remote);
     else
@@ -70,14 +67,6 @@ tb_status tb__peer_memory_check(tb__peer_memory *memory, uint64_t first, uint64_
     if (memory->remote)
         return tb__transport_read(memory->peer->transport, memory->remote, ends, 2, NULL, 0);
     return tb__ranges_check(ends, 2, NULL, 0, memory->part.nbytes, memory->peer->rank);
-}
-
-tb_status tb__peer_memory_probe(tb__peer_memory *memory, uint64_t offset) {
-    char byte;
-    if (tb__peer_memory_is_mapped(memory))
-        return TB_OK;
-    return tb__transport_read(memory->peer->transport, memory->remote, &(tb_range){offset, 1}, 1, &(tb_piece){&byte, 1},
-                              1);
 }
 
 bool tb__peer_memory_is_valid(const tb__peer_memory *memory) {
@@ -109,23 +98,7 @@ tb__device *tb__peer_memory_find(const tb__peer_memory *memory, tb__memory *out)
     return memory->part.device;
 }
 
-/* Any thread. */
-static tb_status read_remote(void *arg, const tb_range *ranges, size_t nranges, void *to, size_t nbytes) {
-    const tb__peer_memory *memory = arg;
-    tb_status status =
-        tb__transport_read(memory->peer->transport, memory->remote, ranges, nranges, &(tb_piece){to, nbytes}, 1);
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", memory->peer->label);
-}
-
-tb_status tb__peer_memory_source(tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping) {
-    if (memory->map) {
-        *address = memory->map + offset;
-        *mapping = NULL;
-        return TB_OK;
-    }
-    if (memory->remote && !memory->reader)
-        memory->reader = tb__host_map_reader(SIZE_MAX >> 8, read_remote, memory); /* the transport checks bounds */
-    *mapping = memory->remote ? memory->reader : memory->part.mapping;
-    *address = (void *)(uintptr_t)(offset + (memory->remote ? 0 : memory->part.offset)); // NOLINT
-    return *mapping ? TB_OK : TB_NO_MEMORY;
+void tb__peer_memory_source(const tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping) {
+    *mapping = memory->map ? NULL : memory->part.mapping;
+    *address = memory->map ? memory->map + offset : (void *)(uintptr_t)(offset + memory->part.offset); // NOLINT
 }

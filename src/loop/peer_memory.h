@@ -1,5 +1,5 @@
-/* A peer's memory, as flows use it: memory that the peer's transport reaches, mapped or read by calls, or a mapping of
- * device memory that the peer has shared (share.h).
+/* A peer's memory, as flows use it: memory that the peer's transport maps, or a mapping of device memory that the peer
+ * has shared (share.h).
  *
  * All of this needs the loop's lock, unless it says otherwise. */
 #ifndef TB_LOOP_PEER_MEMORY_H
@@ -16,8 +16,6 @@ void tb__peer_memory_release(tb__peer_memory *memory);
 
 /* TB_INVALID unless bytes first .. last-1 lie inside of it. Does not access the memory. */
 tb_status tb__peer_memory_check(tb__peer_memory *memory, uint64_t first, uint64_t last);
-/* Tests that it can be read: it is mapped, or a call reads this byte. */
-tb_status tb__peer_memory_probe(tb__peer_memory *memory, uint64_t offset);
 /* False once its owner has revoked it or is lost. Data read from it is valid only if this is still true afterwards. */
 bool tb__peer_memory_is_valid(const tb__peer_memory *memory);
 /* Whether its owner waits for its release. */
@@ -28,10 +26,10 @@ bool tb__peer_memory_is_mapped(const tb__peer_memory *memory);
 void *tb__peer_memory_address(const tb__peer_memory *memory);
 /* The base of a buffer there for runs of its device; NULL: it is not a device's. */
 void *tb__peer_memory_buffer(const tb__peer_memory *memory);
-/* The device that copies from it, and its memory there; the host device if every device can, or if it is read by
- * calls. */
+/* The device that copies from it, and its memory there; the host device if every device can. */
 tb__device *tb__peer_memory_find(const tb__peer_memory *memory, tb__memory *out);
-/* The source of a move at this offset: an address, or an offset in *mapping. Bounds are not checked. */
-tb_status tb__peer_memory_source(tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping);
+/* The source of a move at this offset of mapped memory: an address, or an offset in *mapping. Bounds are not checked.
+ */
+void tb__peer_memory_source(const tb__peer_memory *memory, uint64_t offset, void **address, tb__mapping **mapping);
 
 #endif

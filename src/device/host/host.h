@@ -2,8 +2,8 @@
 #ifndef TB_DEVICE_HOST_HOST_H
 #define TB_DEVICE_HOST_HOST_H
 
+#include "device/device.h"
 #include "device/host/move.h"
-#include "device/host/reader.h"
 
 #include <pthread.h>
 #include <sys/queue.h>
@@ -20,15 +20,7 @@ typedef struct tb__host_file {
 typedef struct tb__host_mapping {
     tb__mapping base;
     tb__host_file *file;
-    tb__host_read_fn *read; /* set: the memory is not mapped, but read by this */
-    void *read_arg;
 } tb__host_mapping;
-
-/* The mapping, if its memory must be read; NULL: it is mapped. */
-static inline const tb__host_mapping *tb__host_reader(const tb__mapping *mapping) {
-    const tb__host_mapping *host = (const tb__host_mapping *)mapping;
-    return mapping && mapping != TB__IN_BUFFER && mapping->ops == &tb__host_device_ops && host->read ? host : NULL;
-}
 
 typedef struct tb__host_run tb__host_run;
 TAILQ_HEAD(tb__host_runs, tb__host_run);
@@ -49,8 +41,5 @@ tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what
 tb_status tb__host_checksum(tb__device *device, const void *address, size_t nbytes, uint64_t *out, tb__fence *fence);
 void tb__host_cancel(tb__device *device, tb__fence *fence);
 bool tb__host_progress(tb__device *device);
-
-/* Does a share of a copy with sources that must be read. */
-tb_status tb__host_read_and_run(const tb__move *copy, tb__move_share part, bool stream);
 
 #endif

@@ -71,7 +71,7 @@ struct tb__host_run {
 
 /* ---- Preparing -------------------------------------------------------------------------------------------------- */
 
-/* Resolves mappings to addresses, except for buffers and mappings that must be read. */
+/* Resolves mappings to addresses, except for buffers. */
 static tb_status resolve_sources(tb__job *job, tb__move *move) {
     const void **src = tb__arena_alloc(&job->arena, move->nsrc, sizeof *src);
     int64_t(*stride)[TB_MAX_DIMS] = tb__arena_alloc(&job->arena, move->nsrc, sizeof *stride);
@@ -83,7 +83,7 @@ static tb_status resolve_sources(tb__job *job, tb__move *move) {
     bool is_resolved = true;
     for (uint32_t k = 0; k < move->nsrc; k++) {
         tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
-        bool is_left = mapping == TB__IN_BUFFER || tb__host_reader(mapping);
+        bool is_left = mapping == TB__IN_BUFFER;
         if (left)
             left[k] = is_left ? mapping : NULL;
         is_resolved &= !is_left;
@@ -194,29 +194,23 @@ static void fail_run(tb__host_run *run, tb_status status) {
     pthread_mutex_unlock(&run->device->lock);
 }
 
-/* A copy from or to the run's buffers, or from memory that must be read. */
+/* A copy from or to the run's buffers. */
 static tb_status run_with_buffers(const tb__host_run *run, const tb__move *move, tb__move_share share) {
     const void *few[16], **src = few;
     tb__move placed = *move;
-    bool must_read = false;
     if (move->nsrc > sizeof few / sizeof *few && !(src = tb__malloc(move->nsrc, sizeof *src)))
         return TB_NO_MEMORY;
     for (uint32_t k = 0; k < move->nsrc; k++) {
         const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
         src[k] = mapping == TB__IN_BUFFER ? run->src_buffer + (uintptr_t)move->src[k] : move->src[k];
-        must_read |= tb__host_reader(mapping) != NULL;
     }
     placed.src = src;
     if (move->is_dst_in_buffer)
         placed.dst = run->dst_buffer + (uintptr_t)move->dst;
-    tb_status status = TB_OK;
-    if (must_read)
-        status = tb__host_read_and_run(&placed, share, run->stream);
-    else
-        tb__move_run(&placed, share, run->stream);
+    tb__move_run(&placed, share, run->stream);
     if (src != few)
         free(src);
-    return status;
+    return TB_OK;
 }
 
 static void run_move(void *arg, size_t index, int64_t from, int64_t to, int64_t of) {

@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum {
-    STEP = 32,   /* elements at a time */
+    STEP = 32,    /* elements at a time */
     AHEAD = 2048, /* bytes */
 };
 
