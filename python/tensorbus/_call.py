@@ -61,12 +61,12 @@ class Call(Handle, Generic[_T]):
             self._done()
             return -1
 
-    def wait(self) -> _T:
-        """Waits until it has ended, by its own deadline at the latest."""
+    def wait(self, sleep: Callable[[int], object] = sleep_until_readable) -> _T:
+        """Waits until it has ended, by its own deadline at the latest. ``sleep`` gets the descriptor, again and again."""
         with self._giving_up():
             self._start()
             while (fd := self._look()) >= 0:
-                sleep_until_readable(fd)
+                sleep(fd)
         return self._result
 
     def __await__(self) -> Generator[Any, None, _T]:

@@ -115,14 +115,13 @@ class _Link:
 
     def _register(self, batch: Batch, control: _Control) -> None:
         """Registers; if the engine's call fails before, nobody waits for the engine any longer."""
-        call = batch._registering(timeout=self._sender.timeout)
-        try:
-            while (fd := call._look()) >= 0:
-                if control.error is not None:
-                    raise control.error
-                sleep_until_readable(fd, 0.2)
-        finally:
-            call.close()
+
+        def sleep(fd: int) -> None:
+            if control.error is not None:
+                raise control.error
+            sleep_until_readable(fd, 0.2)
+
+        batch._registering(timeout=self._sender.timeout).wait(sleep)
 
     def begin(self, version: int, weight_version: str | None) -> Transfer:
         """Begins to send, after the work that is on this thread's stream."""
