@@ -99,6 +99,15 @@ static void end_pack(copy_op *c, tb_status status) {
     tb__staged_bucket_announce(c->staged_bucket);
 }
 
+/* Whether all that get the bucket can map its buffer, and copy from there themselves. */
+static bool is_mapped_by_all(const staged_bucket *p) {
+    for (size_t i = 0; i < p->nmessages; i++) {
+        if (!p->flow->members[p->messages[i].member].peer->transport->ops->mem_map)
+            return false;
+    }
+    return true;
+}
+
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
     size_t index = next_to_send(l), nbytes = packed_size(flow, l, index);
     staged_bucket *p = l->is_contributor ? tb__staged_bucket_create(flow, l, index, true, 1)
@@ -110,7 +119,8 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     p->kind = STAGED_OUT;
     p->pool = POOL_SEND;
     p->nbytes = nbytes;
-    p->pieces = tb__flow_pieces(flow, l, index, false, &p->npieces);
+    if (!is_mapped_by_all(p))
+        p->pieces = tb__flow_pieces(flow, l, index, false, &p->npieces);
     p->buffer = p->pieces ? NULL : tb__flow_stage_bucket(flow, index, nbytes);
     if (!p->pieces && !p->buffer) {
         tb__staged_bucket_destroy(p);
