@@ -40,8 +40,8 @@ static const char details[] =
     "Programs of the same user connect to the socket and have their tensors moved; see docs/operations.md.\n"
     "It serves until SIGTERM or SIGINT; then it takes no new commands, and ends when those under way have ended.\n"
     "If nobody serves the store at the URL, and that is an address of this machine, this agent does.\n"
-    "On loopback, --http serves whoever can connect to the port; elsewhere, an agent with a token wants\n"
-    "that, as a bearer token or as the password of any user. Port 0 is any, and is printed.\n";
+    "On loopback, --http serves whoever can connect to the port; elsewhere it needs --token-file, and\n"
+    "clients give the token as a bearer token or as the password of any user. Port 0 is any, and is printed.\n";
 
 enum { REPORT_MS = 5000 };
 

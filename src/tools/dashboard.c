@@ -130,7 +130,6 @@ static int run(const tb__config *config, const char *const *value) {
                    .known = json_object()};
     tool_http_opts opts = {.option = "listen",
                            .place = value[LISTEN] ? value[LISTEN] : "9180",
-                           .needs_token = true,
                            .report = take_view,
                            .view = take_view,
                            .arg = &d};

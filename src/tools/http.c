@@ -343,7 +343,7 @@ tb_status tool_http_start(const tool_http_opts *opts, tool_http **out) {
     if (status == TB_OK)
         status = open_socket(opts->option, opts->place, &fd);
     http->is_local = status == TB_OK && is_loopback(fd);
-    if (status == TB_OK && opts->needs_token && !http->is_local && !opts->token) {
+    if (status == TB_OK && !http->is_local && !opts->token) {
         close(fd);
         status =
             tb__fail(TB_DENIED,

@@ -9,8 +9,7 @@ typedef struct tool_http tool_http;
 typedef struct tool_http_opts {
     const char *option; /* the option that sets the place, for messages: "http" */
     const char *place;  /* [ADDRESS:]PORT; the address is 127.0.0.1 if it is not given, and port 0 is any */
-    const char *token;  /* required in all requests, unless it listens on loopback; NULL: there is none ... */
-    bool needs_token;   /* ... and without one it listens on loopback only */
+    const char *token;  /* required in all requests, unless it listens on loopback; NULL: it listens only there */
     bool has_metrics;
     /* For /status, /metrics and /healthz, and for the page: JSON that the caller frees. Called by several threads; the
      * second by only one at a time. */
