@@ -226,7 +226,7 @@ static tb_status start_all(launch *l) {
         put_variable(TB__CONFIG_GROUP, l->groups[g].name);
         put_variable(TB__CONFIG_SIZE, size);
         for (int32_t i = 0; i < l->groups[g].size; i++) {
-            char index[16], label[LABEL], socket[sizeof l->folder + 32];
+            char index[16], label[LABEL], socket[sizeof l->folder + 48];
             snprintf(index, sizeof index, "%" PRId32, i);
             snprintf(label, sizeof label, "%s %s", l->groups[g].name, index);
             snprintf(socket, sizeof socket, "%s/agent-%d-%s.sock", l->folder, g, index);
