@@ -125,9 +125,7 @@ static int run(const tb__config *config, const char *const *value) {
     tool_http *http;
     dashboard d = {.lock = PTHREAD_MUTEX_INITIALIZER,
                    .agents = {.socket = value[SOCKET], .name = "tensorbus dashboard"},
-                   .seats = json_object(),
-                   .bus = {.url = value[STORE], .timeout_ms = STORE_MS},
-                   .known = json_object()};
+                   .bus = {.url = value[STORE], .timeout_ms = STORE_MS}};
     tool_http_opts opts = {.option = "listen",
                            .place = value[LISTEN] ? value[LISTEN] : "9180",
                            .report = take_view,
@@ -140,6 +138,8 @@ static int run(const tb__config *config, const char *const *value) {
             return tool_fail(TOOL_BAD_INPUT, "%s", tb_error_detail());
         d.agents.token = d.bus.token = opts.token = token;
     }
+    d.seats = json_object();
+    d.known = json_object();
     tb__descriptor_limit_raise();
     sigset_t ends; /* before the first thread */
     sigemptyset(&ends);

@@ -86,7 +86,7 @@ try:
     bad(trainer[0].call(pair("p", "same", 1, "same")), "'same' can't be both of them")
 
     # Both sides of a pair at one agent: then the tensors' sides have to be said.
-    calls = [(trainer[0], pair("both", "left", 1, "right")), (trainer[0], {**pair("both", "right", 1, "left"), "index": 0})]
+    calls = [(trainer[0], {**pair("both", a, 1, b), "index": 0}) for a, b in (("left", "right"), ("right", "left"))]
     call_all(calls)
     fd, _ = memory(16)
     tensor = pack({"name": "w", "dtype": "f32", "shape": [4], "mem": {"fd": 0}, "nbytes": 16})
