@@ -414,11 +414,10 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_reshard = {
     .name = "reshard",
     .summary = "turn a checkpoint sharded one way into one sharded another way",
-    .usage =
-        "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
-        "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
-        "--to FORM [--tp N] [--pp N] [--ep N] [--from-form FORM] ... --in DIR --out DIR\n"
-        "--spec FILE --in DIR --dry-run [--json]",
+    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
+             "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
+             "--to FORM [--tp N] [--pp N] [--ep N] [--from-form FORM] ... --in DIR --out DIR\n"
+             "--spec FILE --in DIR --dry-run [--json]",
     .details = details,
     .options = options,
     .run = run,
