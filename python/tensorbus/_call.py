@@ -62,7 +62,7 @@ class Call(Handle, Generic[_T]):
             return -1
 
     def wait(self, sleep: Callable[[int], object] = sleep_until_readable) -> _T:
-        """Waits until it has ended, by its own deadline at the latest. ``sleep`` gets the descriptor, again and again."""
+        """Waits until it has ended, by its own deadline at the latest. ``sleep`` is given the descriptor each time."""
         with self._giving_up():
             self._start()
             while (fd := self._look()) >= 0:

@@ -208,7 +208,7 @@ typedef TB_VEC(tb_segment) segments;
 
 /* What a part takes of a target's dimension: ascending, for its digits are those of an index. */
 static tb_status list_taken(const tb__form *form, int axis, segments *out) {
-    const tb__digit *digit[TB__MAX_DIGITS];
+    const tb__digit *digit[TB__MAX_DIGITS] = {NULL};
     int64_t at[TB__MAX_DIGITS] = {0}, run = 1;
     int n = 0;
     for (int i = 0; i < form->first_digit[form->ndim]; i++) { /* slowest first */

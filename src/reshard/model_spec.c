@@ -559,7 +559,8 @@ static json_t *sort_rules(const json_t *rules) {
         }
         json_array_append(at, rule);
     }
-    json_array_foreach(groups, i, rule) json_array_extend(sorted, rule);
+    for (i = 0; i < json_array_size(groups); i++)
+        json_array_extend(sorted, json_array_get(groups, i));
     json_decref(places_of);
     json_decref(groups);
     return sorted;

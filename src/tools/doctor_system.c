@@ -200,8 +200,7 @@ void doctor_cores(doctor *d, const char *name) {
 }
 
 void doctor_vectors(doctor *d, const char *name) {
-    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
-    const tb__kernels *best = sets[tb__kernels_list(sets) - 1];
+    const tb__kernels *best = tb__kernels_get();
     bool is_portable = best == &tb__kernels_portable;
     doctor_add(d, is_portable ? DOCTOR_LIMITED : DOCTOR_OK, name,
                is_portable ? "a processor, or a virtual machine's model of one, that has AVX2 and F16C" : NULL,

@@ -99,8 +99,9 @@ static enum MHD_Result answer_report(const tool_http *http, struct MHD_Connectio
 }
 
 static enum MHD_Result answer_page(struct MHD_Connection *connection) {
-    struct MHD_Response *page = MHD_create_response_from_buffer((size_t)(tool_page_end - tool_page),
-                                                                (void *)(uintptr_t)tool_page, MHD_RESPMEM_PERSISTENT);
+    uintptr_t begin = (uintptr_t)tool_page, end = (uintptr_t)tool_page_end;
+    struct MHD_Response *page =
+        MHD_create_response_from_buffer(end - begin, (void *)begin, MHD_RESPMEM_PERSISTENT); // NOLINT
     if (page)
         MHD_add_response_header(page, "Content-Security-Policy",
                                 "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "

@@ -6,23 +6,22 @@
 
 #include <jansson.h>
 
-/* Eight options that follow one another. */
-#define TOOL_MODEL_OPTIONS(TO)                                                                                         \
-    [TO] = {"to", "FORM", "hf, vllm or megatron: what the target's programs load"},                                    \
-    [TO + 1] = {"tp", "N", "tensor-parallel ranks of the target"},                                                     \
-    [TO + 2] = {"pp", "N", "and its pipeline stages"},                                                                 \
-    [TO + 3] = {"ep", "N", "and its expert-parallel ranks"},                                                           \
-    [TO + 4] = {"from-form", "FORM", "how the source has it; default: hf"},                                            \
-    [TO + 5] = {"from-tp", "N", "as --tp, of the source"}, [TO + 6] = {"from-pp", "N", "as --pp, of the source"},      \
-    [TO + 7] = {"from-ep", "N", "as --ep, of the source"}
+/* Eight options that follow one another: [TO] = TOOL_MODEL_OPTIONS. */
+#define TOOL_MODEL_OPTIONS                                                                                             \
+    {"to", "FORM", "hf, vllm or megatron: what the target's programs load"},                                           \
+        {"tp", "N", "tensor-parallel ranks of the target"}, {"pp", "N", "and its pipeline stages"},                    \
+        {"ep", "N", "and its expert-parallel ranks"}, {"from-form", "FORM", "how the source has it; default: hf"},     \
+        {"from-tp", "N", "as --tp, of the source"}, {"from-pp", "N", "as --pp, of the source"}, {                      \
+        "from-ep", "N", "as --ep, of the source"                                                                       \
+    }
 
 /* The spec that these options ask for, from dir's config.json; `options` and `value` begin with --to. Prints what the
  * configuration does not tell. */
 tb_status tool_model_spec(const char *dir, const tool_option *options, const char *const *value, json_t **out);
 void tool_say_notes(tb__text *notes); /* a sentence for each line; frees it */
 
-/* Copies what is beside the tensors (config.json, the tokenizer, ...) from one directory to the other, where that has no
- * file of the name. */
+/* Copies what is beside the tensors (config.json, the tokenizer, ...) from one directory to the other, where that has
+ * no file of the name. */
 tb_status tool_copy_companions(const char *from, const char *to);
 
 #endif

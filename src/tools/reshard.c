@@ -44,7 +44,7 @@ static const tool_option options[NOPTIONS + 1] = {
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
     [ALONE] = {"tensors-only", NULL, "do not copy config.json, the tokenizer and other files that are not tensors"},
-    TOOL_MODEL_OPTIONS(TO),
+    [TO] = TOOL_MODEL_OPTIONS,
 };
 
 static const char details[] =

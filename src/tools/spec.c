@@ -7,7 +7,7 @@ enum { FROM, TO, NOPTIONS = TO + 8 };
 
 static const tool_option options[NOPTIONS + 1] = {
     [FROM] = {"from", "DIR", "the model: config.json and its files"},
-    TOOL_MODEL_OPTIONS(TO),
+    [TO] = TOOL_MODEL_OPTIONS,
 };
 
 static const char details[] =

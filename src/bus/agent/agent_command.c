@@ -285,7 +285,7 @@ static tb_status begin_cleanup(agent_job *job) {
 }
 
 static tb_status reply_report(agent_job *job) {
-    tb__plans_state plans;
+    tb__plans_state plans = {0};
     TB_TRY(tb__agent_make_report(job->agent, job->session, job->message.lists_tensors, &job->text));
     tb__local_world_plans(job->agent->world, &plans);
     job->reply = (tb__message){.report = {(const uint8_t *)job->text, strlen(job->text)},

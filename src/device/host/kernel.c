@@ -19,7 +19,7 @@ const tb__kernels *tb__kernels_get(void) {
     const tb__kernels *kernels = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (kernels)
         return kernels;
-    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX] = {NULL};
     kernels = sets[tb__kernels_list(sets) - 1];
     /* Concurrent threads write the same value. */
     atomic_store_explicit(&chosen, kernels, memory_order_relaxed);
