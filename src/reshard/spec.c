@@ -419,8 +419,9 @@ static tb_status read_tensor(const reader *r, const char *name, const json_t *js
     static const char *const keys[] = {"shape", "dtype", "src", "dst", "skip", NULL};
     tb__spec *spec = r->spec;
     size_t count = json_is_array(json) ? json_array_size(json) : 1;
+    tb__spec_rule *first = &spec->tensors[spec->ntensors];
     for (size_t i = 0; i < count; i++) {
-        tb__spec_rule *rule = &spec->tensors[spec->ntensors], *before = i > 0 ? rule - 1 : NULL;
+        tb__spec_rule *rule = first + i, *before = i > 0 ? rule - 1 : NULL;
         *rule = (tb__spec_rule){.match = before ? before->match : tb__arena_strdup(&spec->arena, name)};
         if (!rule->match || (i == 0 && !tb__index_add(&spec->by_name, tb__hash_string(0, rule->match), spec->ntensors)))
             return TB_NO_MEMORY;

@@ -318,10 +318,12 @@ static bool is_loopback(int fd) {
     struct sockaddr_storage address = {0};
     socklen_t length = sizeof address;
     getsockname(fd, (struct sockaddr *)&address, &length);
-    const struct sockaddr_in *v4 = (const struct sockaddr_in *)&address;
-    const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)&address;
-    return address.ss_family == AF_INET ? ntohl(v4->sin_addr.s_addr) >> 24 == 127
-                                        : IN6_IS_ADDR_LOOPBACK(&v6->sin6_addr);
+    struct sockaddr_in v4;
+    struct sockaddr_in6 v6;
+    memcpy(&v4, &address, sizeof v4);
+    memcpy(&v6, &address, sizeof v6);
+    return address.ss_family == AF_INET ? ntohl(v4.sin_addr.s_addr) >> 24 == 127
+                                        : memcmp(&v6.sin6_addr, &in6addr_loopback, sizeof v6.sin6_addr) == 0;
 }
 
 static void free_http(tool_http *http) {
