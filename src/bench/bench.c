@@ -199,7 +199,7 @@ const tool_command tool_bench = {
         "  name          what moves                                               against             at least\n"
         "  row_col       f32 matrix, Shard(0) to Shard(1), 4 to 4 ranks           memcpy                  0.85\n"
         "  row_col_hand  the same                                                 hand-written loops      0.95\n"
-        "  foreign       the same from and to malloc'ed memory                    memcpy                  0.25\n"
+        "  foreign       the same from and to malloc'ed memory                    memcpy                  0.40\n"
         "  model         a small Llama, Shard(0) over 4 to 2x2 DPxTP              memcpy                  0.85\n"
         "  replicate     f32 matrix, Shard(0) to Replicate, 4 to 4 ranks          memcpy                  0.90\n"
         "  local         f32 matrix, Shard(0) to Shard(0), the same 4 ranks       memcpy                  0.95\n"
