@@ -188,6 +188,7 @@ class Batch(Handle):
         return described, found
 
     def _add(self, pair: Pair, tensors: list[tuple[str, tuple[tb_tensor, _tensors.View]]]) -> None:
+        self._reap()
         with self._use() as batch, self._own(pair)._use() as c_pair:
             new = [(name, view, described) for name, (described, view) in tensors]
             kept = self._tensors.setdefault(pair, [])
@@ -301,6 +302,7 @@ class Batch(Handle):
 
     def add_pair(self, pair: Pair) -> None:
         """Takes part in the pair's transfers even if this process adds none of its tensors."""
+        self._reap()
         with self._use() as batch, self._own(pair)._use() as c_pair:
             lib.tb_batch_add_pair(batch, c_pair)
             self._tensors.setdefault(pair, [])
@@ -325,6 +327,7 @@ class Batch(Handle):
         def done() -> None:
             self._is_registered = True
 
+        self._look_again(is_send=True)
         timeout_ms = _values.milliseconds("timeout", timeout)
         return Call(f"registering {self._what}", self, self, None, done, lib.tb_call_register, timeout_ms)
 

@@ -37,6 +37,11 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def forks() -> int:
+    """How many forks lie between the first process that imported this and this one."""
+    return _nforks
+
+
 class Handle:
     """An object of the C library. Calls on it are made by one thread at a time; waits are not calls.
 

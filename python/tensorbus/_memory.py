@@ -9,7 +9,8 @@ from typing import Any
 
 from . import _tensors, _values
 from ._c import lib
-from ._errors import Invalid
+from ._errors import Invalid, Refused
+from ._handle import forks
 
 # NumPy's dtypes for ours. Those that NumPy lacks are unsigned integers of the same width, with the same bits.
 _NUMPY = {"bool": "?", "f16": "f2", "f32": "f4", "f64": "f8", "bf16": "u2"}
@@ -41,7 +42,7 @@ class Memory:
     """A tensor in memory that other processes of this machine read in place; made by ``tb.empty``.
 
     It goes back when neither this object nor an array or tensor that was made from it is there any more. It is not for
-    forked children: touching it there is a fault.
+    forked children: there it makes no arrays, and touching one that was made before is a fault.
     """
 
     def __init__(self, shape: Any, dtype: Any, device: Any) -> None:
@@ -52,6 +53,7 @@ class Memory:
         nbytes = ctypes.c_int64()
         lib.tb_shape_size(_values.shape("shape", self.shape), self._dtype, None, ctypes.byref(nbytes))
         self.nbytes = nbytes.value
+        self._forks_before = forks()
         self._address = ctypes.c_void_p()
         where = "host" if self.device == "cpu" else self.device
         lib.tb_alloc_on(_values.text("device", where), self.nbytes, ctypes.byref(self._address))
@@ -64,6 +66,8 @@ class Memory:
     @property
     def address(self) -> int:
         """Where it begins."""
+        if self._forks_before != forks():
+            raise Refused(f"{self!r} is not mapped in a forked child: make new memory there, or spawn the process")
         return self._address.value or 0
 
     def __repr__(self) -> str:

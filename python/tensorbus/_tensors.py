@@ -94,6 +94,15 @@ def _read_numpy(tensor: Any) -> View | None:
     if not tensor.dtype.isnative:
         raise Invalid(f"its dtype, {tensor.dtype.str}, has the other byte order")
     contiguous = tensor.flags.c_contiguous
+    owner = tensor
+    while isinstance(owner.base, numpy.ndarray):
+        owner = owner.base
+    before = (owner.ctypes.data, owner.nbytes)
+
+    def look_again() -> None:
+        if (owner.__array_interface__["data"][0], owner.nbytes) != before:
+            raise Invalid("its memory was freed or resized after it was added; make the batch again")
+
     return View(
         address=tensor.ctypes.data,
         dtype=_numpy_dtype(tensor.dtype),
@@ -102,6 +111,7 @@ def _read_numpy(tensor: Any) -> View | None:
         device="host",
         keepalive=tensor,
         is_readonly=not tensor.flags.writeable,
+        look_again=look_again if owner.flags.owndata else None,
     )
 
 

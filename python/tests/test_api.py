@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -138,3 +139,21 @@ def test_messages_are_lines_of_a_file(tmp_path: Path) -> None:
     for level, bad in ("loud", 2), ("warn", -1), ("warn", 10**20), ("warn", "file"), ("warn", None):
         with pytest.raises(tb.Invalid):
             tb.log(level, bad)
+
+
+def test_a_pair_joins_a_batch_that_has_sent(tmp_path: Path) -> None:
+    url, layout = f"unix:{tmp_path}/bus", "mesh=1 place=R"
+    with tb.join(url, group="a", index=0, size=1) as one, tb.join(url, group="b", index=0, size=1) as other:
+        there = one.pair("p", "b", layout=layout, wait=False)
+        sends, receives = one.batch("step"), other.batch("step")
+        x, y = np.full(5, 3.0), np.zeros(5)
+        sends.add(there, "w", x)
+        receives.add(other.pair("p", "a", layout=layout), "w", y)
+        receive = threading.Thread(target=receives.recv, kwargs={"timeout": 10.0})
+        receive.start()
+        sends.send(timeout=10.0)
+        receive.join()
+        assert np.array_equal(x, y)
+        late = one.pair("q", "c", layout=layout, wait=False)
+        sends.add_pair(late)
+        sends.add(late, "w", x)

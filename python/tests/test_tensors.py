@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,29 @@ def own_layouts(seat: Seat) -> None:
 
 def test_own_layouts(tmp_path: Path) -> None:
     run(own_layouts, tmp_path, {"a": 2, "b": 2})
+
+
+def test_an_array_that_is_resized_under_the_batch(tmp_path: Path) -> None:
+    with tb.join(f"unix:{tmp_path}/bus", group="g", index=0, size=1) as bus:
+        pair = bus.pair("p", "other", layout="mesh=1 place=R", wait=False)
+        batch = bus.batch("step")
+        array = np.ones(1 << 20)
+        batch.add(pair, "w", array)
+        batch.add(pair, "v", array[5:9])
+        array.resize((5,), refcheck=False)
+        with pytest.raises(tb.Invalid, match="'w' of batch 'step': its memory was freed or resized"):
+            batch.register(timeout=5.0)
+        with pytest.raises(tb.Invalid, match="freed or resized"):
+            batch.send(timeout=5.0)
+
+
+def test_memory_is_refused_in_a_forked_child() -> None:
+    x = tb.empty((4,), "f64")
+    child = os.fork()
+    if child == 0:
+        try:
+            x.numpy()
+        except tb.Refused:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
