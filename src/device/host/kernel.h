@@ -54,6 +54,12 @@ static inline void tb__touch(const void *at) {
     __builtin_prefetch((const char *)at + 64);
 }
 
+/* Bytes up to the destination's next cache line, which can't be streamed. */
+static inline size_t tb__head_bytes(const void *dst, size_t nbytes) {
+    size_t head = -(uintptr_t)dst & 63;
+    return head < nbytes ? head : nbytes;
+}
+
 const tb__kernels *tb__kernels_get(void);
 
 extern const tb__kernels tb__kernels_portable;

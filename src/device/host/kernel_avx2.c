@@ -326,12 +326,6 @@ KERNELS(e4m3, TB_F8E4M3)
 KERNELS(e5m2, TB_F8E5M2)
 COMBINE_ALL(f32, TB_F32)
 
-/* Bytes up to the next cache line, which can't be streamed. */
-static size_t head_bytes(const void *dst, size_t nbytes) {
-    size_t head = -(uintptr_t)dst & 63;
-    return head < nbytes ? head : nbytes;
-}
-
 /* Whole lines only. */
 AVX2_INLINE void stream_lines(char *dst, const char *src, size_t nbytes) {
     size_t i = 0;
@@ -352,7 +346,7 @@ AVX2_INLINE void stream_lines(char *dst, const char *src, size_t nbytes) {
 AVX2 static void stream(void *dst, const void *src, size_t nbytes, const void *next) {
     char *out = dst;
     const char *in = src;
-    size_t head = head_bytes(dst, nbytes);
+    size_t head = tb__head_bytes(dst, nbytes);
     if (head) {
         memcpy(out, in, head);
         out += head;
@@ -402,7 +396,7 @@ AVX2 static void stream_rows(char *dst, int64_t dst_step, const char *src, int64
     for (; dst_step % 64 == 0 && r + ROWS <= n; r += ROWS) { /* lines begin at the same place in all of them */
         char *out = dst + r * dst_step;
         const char *in = src + r * src_step;
-        size_t head = head_bytes(out, nbytes), lines = (nbytes - head) & ~(size_t)63, tail = nbytes - head - lines;
+        size_t head = tb__head_bytes(out, nbytes), lines = (nbytes - head) & ~(size_t)63, tail = nbytes - head - lines;
         stream_lines_of_rows(out + head, dst_step, in + head, src_step, lines);
         for (int64_t k = 0; k < ROWS && head + tail > 0; k++) {
             memcpy(out + k * dst_step, in + k * src_step, head);
@@ -415,7 +409,7 @@ AVX2 static void stream_rows(char *dst, int64_t dst_step, const char *src, int64
 
 AVX2 static void stream_zeros(void *dst, size_t nbytes) {
     char *out = dst;
-    size_t i = head_bytes(dst, nbytes);
+    size_t i = tb__head_bytes(dst, nbytes);
     memset(out, 0, i);
     for (; i + 64 <= nbytes; i += 64) {
         _mm256_stream_si256((__m256i *)(out + i), _mm256_setzero_si256());

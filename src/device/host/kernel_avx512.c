@@ -20,16 +20,10 @@ AVX512_INLINE void stream_line(char *dst, const char *src) {
     _mm512_stream_si512((void *)dst, _mm512_loadu_si512(src));
 }
 
-/* Bytes up to the next cache line of the destination, which are stored the usual way. */
-static size_t head_bytes(const void *dst, size_t nbytes) {
-    size_t head = -(uintptr_t)dst & (LINE - 1);
-    return head < nbytes ? head : nbytes;
-}
-
 AVX512 static void stream(void *dst, const void *src, size_t nbytes, const void *next) {
     char *out = dst;
     const char *in = src;
-    size_t i = head_bytes(dst, nbytes);
+    size_t i = tb__head_bytes(dst, nbytes);
     memcpy(out, in, i);
     for (; i + LINE <= nbytes; i += LINE) {
         if (i % TB__PAGE < LINE)
@@ -41,7 +35,7 @@ AVX512 static void stream(void *dst, const void *src, size_t nbytes, const void 
 
 /* `next` is the row that begins AHEAD bytes later, or the one after this row if that is longer. */
 AVX512_INLINE void stream_row(char *dst, const char *src, size_t nbytes, const char *next) {
-    size_t i = head_bytes(dst, nbytes), inside = nbytes > AHEAD ? nbytes - AHEAD : 0;
+    size_t i = tb__head_bytes(dst, nbytes), inside = nbytes > AHEAD ? nbytes - AHEAD : 0;
     memcpy(dst, src, i);
     for (; i + LINE <= inside; i += LINE) {
         __builtin_prefetch(src + i + AHEAD);
@@ -63,7 +57,7 @@ AVX512 static void stream_rows(char *dst, int64_t dst_step, const char *src, int
 
 AVX512 static void stream_zeros(void *dst, size_t nbytes) {
     char *out = dst;
-    size_t i = head_bytes(dst, nbytes);
+    size_t i = tb__head_bytes(dst, nbytes);
     memset(out, 0, i);
     for (; i + LINE <= nbytes; i += LINE)
         _mm512_stream_si512((void *)(out + i), _mm512_setzero_si512());
