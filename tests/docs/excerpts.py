@@ -1,10 +1,17 @@
-"""Samples of C and Python in the documents are excerpts of files that tests run.
+"""Every sample in the documents is run by a test, or says why not.
 
 usage: excerpts.py
 
-Before a fenced block of kind `c` or `python` stands <!-- from PATH -->, and each line of the block is in that file, in
-this order; spaces and comments may differ, and a line that is `...` stands for any lines. Or there stands
-<!-- not run: WHY -->.
+Each fenced block has a kind. samples.py runs `console` and `sh`; `text` is a picture, a formula, or a sentence without
+a command. Before any other block, and before one of these kinds that is not run there, stands one of
+
+  <!-- from PATH -->        each line of the block is in that file, in this order; spaces and comments may differ, and a
+                            line that is `...` stands for any lines
+  <!-- checked by PATH -->  that test reads the block from this page
+  <!-- file: NAME -->       samples.py gives it to commands that follow
+  <!-- not run: WHY -->
+
+A page with <!-- blocks checked by PATH --> has only blocks that this test reads.
 """
 
 from __future__ import annotations
@@ -14,7 +21,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^(?:<!-- (from|not run:) (.+?) -->\n+)?```(c|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"((?:^<!-- (?:(?!-->).)*? -->\n+)*)^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"<!-- (from|checked by|file|not run):? (.*?) -->", re.DOTALL)
 
 
 def lines(text: str, kind: str) -> list[str]:
@@ -34,23 +42,36 @@ def missing(block: list[str], source: list[str]) -> str | None:
     return None
 
 
+def fault(page: Path, marks: dict[str, str], kind: str, block: str) -> str | None:
+    """What is wrong with a block."""
+    if "from" in marks:
+        line = missing(lines(block, kind), lines((ROOT / marks["from"]).read_text(), kind))
+        return line and f"{marks['from']} does not have '{line}', or not in this place"
+    if "checked by" in marks:
+        if page.name in (ROOT / marks["checked by"]).read_text():
+            return None
+        return f"{marks['checked by']} does not read {page.name}"
+    if not kind:
+        return "a block without a kind; a picture is `text`"
+    if not marks and kind not in ("console", "sh", "text"):
+        return "a sample that no test runs; write <!-- from PATH --> before it"
+    return None
+
+
 def main() -> int:
     """Looks at all documents."""
     count, failures = 0, []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))):
         text = page.read_text()
+        whole = re.search(r"^<!-- blocks (checked by) (.*?) -->$", text, re.MULTILINE)
         for match in BLOCK.finditer(text):
-            where = f"{page.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}"
-            kind, source, language, block = match.groups()
-            if kind is None:
-                failures.append(f"{where}: a sample that no test runs; write <!-- from PATH --> before it")
-            elif kind == "from":
-                count += 1
-                line = missing(lines(block, language), lines((ROOT / source).read_text(), language))
-                if line is not None:
-                    failures.append(f"{where}: {source} does not have '{line}', or not in this place")
+            count += 1
+            wrong = fault(page, dict([whole.groups()] if whole else MARK.findall(match[1])), match[2], match[3])
+            if wrong:
+                at = text[: match.start(2)].count("\n") + 1
+                failures.append(f"{page.relative_to(ROOT)}:{at}: {wrong}")
     print("\n".join(failures))
-    print(f"{count} excerpts, {len(failures)} failures")
+    print(f"{count} blocks, {len(failures)} failures")
     return 1 if failures or not count else 0
 
 
