@@ -4,12 +4,15 @@
  *
  *   {"batches":[{"batch":"step","pair":"weights","group":"trainer","state":"ready","why":"","tensors":290,
  *     "bytes":16060522496,"sent":12,"version":0,"torn":0,"in_doubt":0,"ended":1760000000,
+ *     "transfers":[{"direction":"send","attempt":13,"bytes_done":1048576,"bytes_total":4015130624,"seconds":0.002,
+ *       "gb_per_s":0.524}],
  *     "nmissing":1,"missing":[3],"devices":[["cuda:0",1],["cuda:1",1]]}]}
  *
  * `sent` is the number of the last send, `version` that of the last receive that is complete, `ended` when the last
- * transfer ended here. `missing` has the first seats of the side that have not registered; `devices` are by seat, runs
- * of equal ones together. */
-#include "bus/exchange.h"
+ * transfer ended here. `transfers` are those that are under way here: this rank's part of them, with `seconds` and
+ * speed 0 until the first bytes have moved, so that a receiver that only waits writes nothing. `missing` has the first
+ * seats of the side that have not registered; `devices` are by seat, runs of equal ones together. */
+#include "bus/transfer_inside.h"
 
 #include "base/int.h"
 #include "base/process.h"
@@ -68,7 +71,34 @@ static void add_devices(tb__text *out, const tb__exchange *exchange, int side) {
     tb__text_add(out, "]");
 }
 
-static void add_side(tb__text *out, const tb__exchange *exchange, int side) {
+/* Returns whether there are any. */
+static bool add_transfers(tb__text *out, const tb__exchange *exchange, int side) {
+    const tb_transfer *both[] = {exchange->batch->sending, exchange->batch->receiving};
+    bool is_first = true;
+    tb__text_add(out, ",\"transfers\":[");
+    for (size_t i = 0; i < 2; i++) {
+        const tb_transfer *t = both[i];
+        for (size_t j = 0; t && !t->has_ended && j < t->nparts; j++) {
+            const tb__flow *flow = t->parts[j].flow;
+            if (!flow || flow != exchange->flows[t->is_send ? side : !side])
+                continue;
+            const tb__leg *leg = tb__transfer_leg(t, j);
+            double seconds = leg->bytes_done > 0 ? tb__seconds() - t->begun : 0;
+            tb__text_add(out,
+                         "%s{\"direction\":\"%s\",\"attempt\":%" PRIu64 ",\"bytes_done\":%" PRId64
+                         ",\"bytes_total\":%" PRId64 ",\"seconds\":%.3f,\"gb_per_s\":%.3f}",
+                         is_first ? "" : ",", t->is_send ? "send" : "recv",
+                         leg->attempt ? tb__flow_number(flow, leg->attempt) : 0, leg->bytes_done, leg->bytes_total,
+                         seconds, seconds > 0 ? (double)leg->bytes_done / seconds / 1e9 : 0.0);
+            is_first = false;
+        }
+    }
+    tb__text_add(out, "]");
+    return !is_first;
+}
+
+/* Returns whether a transfer is under way. */
+static bool add_side(tb__text *out, const tb__exchange *exchange, int side) {
     static const char *const states[] = {
         [EXCHANGE_WAITING] = "waiting", [EXCHANGE_AGREED] = "ready", [EXCHANGE_BROKEN] = "failed"};
     const tb_batch *batch = exchange->batch;
@@ -90,12 +120,14 @@ static void add_side(tb__text *out, const tb__exchange *exchange, int side) {
                  version, is_torn, receives && tb__batch_is_in_doubt(batch), batch->ended);
     add_missing(out, exchange, side);
     add_devices(out, exchange, side);
+    bool is_under_way = add_transfers(out, exchange, side);
     tb__text_add(out, "}");
+    return is_under_way;
 }
 
 void tb__world_add_report(void *arg, tb__text *out) {
     tb_world *world = arg;
-    bool is_first = true;
+    bool is_first = true, is_under_way = false;
     if (!atomic_load(&world->is_ready))
         return;
     tb__loop_lock(world->loop);
@@ -109,12 +141,14 @@ void tb__world_add_report(void *arg, tb__text *out) {
                 if (!exchange->sides[side].is_here || exchange->sides[side].index != 0)
                     continue;
                 tb__text_add(out, is_first ? "{\"batches\":[" : ",");
-                add_side(out, exchange, side);
+                is_under_way |= add_side(out, exchange, side);
                 is_first = false;
             }
         }
     }
     tb__loop_unlock(world->loop);
+    if (is_under_way) /* its bytes are told again in a second */
+        tb__world_report(world);
     if (!is_first)
         tb__text_add(out, "]}");
 }

@@ -103,8 +103,8 @@ static void add_report(json_t *bus, const tb__store_value *value, int64_t now) {
         json_t *batch = find_or_add(json_object_get(bus, "batches"), "name", tool_json_text(row, "batch"), "pair",
                                     tool_json_text(row, "pair"));
         json_t *side = json_object();
-        static const char *const keys[] = {"group", "state",    "why",     "sent",    "version",
-                                           "torn",  "in_doubt", "missing", "nmissing"};
+        static const char *const keys[] = {"group", "state",    "why",     "sent",     "version",
+                                           "torn",  "in_doubt", "missing", "nmissing", "transfers"};
         for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
             json_object_set(side, keys[k], json_object_get(row, keys[k]));
         if (tool_json_int(row, "ended") > 0)

@@ -32,8 +32,8 @@ static const char details[] =
     "Prints \"page at URL\" once it serves, and runs until SIGTERM or SIGINT. The page shows ranks, pairs,\n"
     "batches and their versions, transfers under way, bytes between ranks, and failures, and is up to date\n"
     "within a second. It finds agents as `tensorbus status` does. With --store it has the groups, pairs, batches\n"
-    "and versions of the whole bus, with or without agents; transfers, bytes between ranks and the times of\n"
-    "phases are those of this user's agents on this machine.\n\n"
+    "and versions of the whole bus, with or without agents, and of transfers under way what the first rank of each\n"
+    "group has; bytes between ranks and the times of phases are those of this user's agents on this machine.\n\n"
     "It listens on loopback unless told otherwise. Elsewhere, browsers are asked for a password, which is the\n"
     "token; any user name will do.\n"
     "/status has the same as JSON.\n";

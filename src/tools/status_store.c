@@ -253,6 +253,20 @@ static void add_side_version(tb__text *out, const json_t *side) {
     tb__text_fini(&age);
 }
 
+/* "; trainer 0 sends 13: 1 MiB of 3.7 GiB" */
+static void add_transfers(tb__text *out, const json_t *side) {
+    size_t i;
+    json_t *t;
+    json_array_foreach(json_object_get(side, "transfers"), i, t) {
+        tb__text_add(out, "; %s 0 %s", tool_json_text(side, "group"),
+                     strcmp(tool_json_text(t, "direction"), "send") == 0 ? "sends" : "receives");
+        if (tool_json_int(t, "attempt") > 0)
+            tb__text_add(out, " %" PRId64, tool_json_int(t, "attempt"));
+        tb__text_add(out, ": %s of %s", tool_size(tool_json_int(t, "bytes_done")).text,
+                     tool_size(tool_json_int(t, "bytes_total")).text);
+    }
+}
+
 static void add_batches(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i, j, n = json_array_size(json_object_get(bus, "batches"));
@@ -270,6 +284,7 @@ static void add_batches(tb__text *out, const json_t *bus) {
                 tb__text_add(&state, "; %s: %s", tool_json_text(side, "group"), why);
             else if (strcmp(tool_json_text(side, "state"), "waiting") == 0)
                 add_side_missing(&state, side, true);
+            add_transfers(&state, side);
         }
         tool_table_cell(&table, "%s", tool_json_text(batch, "name"));
         tool_table_cell(&table, "%s", tool_json_text(batch, "pair"));

@@ -133,12 +133,12 @@ def look(url, connections):
         text = browser.text()
         for wanted in ("trainer: ", "engine: ", "weights", "step", "idle", "Bytes between ranks", "store connected"):
             check(wanted in text, f"'{wanted}' is not shown: {text}")
-        check(browser.evaluate("document.querySelectorAll('#history tbody tr').length") == 6, f"history: {text}")
+        check(browser.evaluate("document.querySelectorAll('#history tbody tr').length") == 8, f"history: {text}")
         cells = browser.evaluate("heat.cells.size")
         check(cells == RANKS * RANKS, f"the heat map has {cells} cells")
         transfer(connections, 1)
-        until(lambda: browser.evaluate("document.querySelector('#batches tbody').innerText").count("\t4\t") == 2,
-              lambda: f"version 4 is not shown: {browser.text()}", 5)
+        until(lambda: browser.evaluate("document.querySelector('#batches tbody').innerText").count("\t5\t") == 2,
+              lambda: f"version 5 is not shown: {browser.text()}", 5)
 
         # With the keyboard: to the ranks, and along them.
         for _ in range(20):
@@ -186,6 +186,33 @@ def check_bus(url):
     check([p["state"] for p in bus["pairs"]] == ["ready"], f"pairs: {bus['pairs']}")
     until(lambda: {s["group"]: s.get("version") or s.get("sent") for s in bus_of(url)["batches"][0]["sides"]}
           == {"trainer": 3, "engine": 3}, lambda: f"versions: {bus_of(url)['batches']}")
+
+
+def transfers_of(url):
+    return [t["direction"] for side in bus_of(url)["batches"][0]["sides"] for t in side["transfers"]]
+
+
+def look_at_transfer(url, connections):
+    """With --store and no agent to ask: a transfer under way, here receivers that wait."""
+    browser = Browser(FOLDER) if PROGRAM else None
+    try:
+        waiting = [(c, c.send(command("Transfer", batch_id="step", transfer_type="recv"))) for c in connections[RANKS:]]
+        until(lambda: transfers_of(url) == ["recv"], lambda: f"no transfer: {bus_of(url)['batches']}")
+        if browser:
+            browser.open(url)
+            until(lambda: "engine 0\tstep\treceives" in browser.evaluate("document.querySelector('#transfers')?.innerText || ''"),
+                  lambda: f"the transfer is not shown: {browser.text()}")
+            picture(browser, f"{2 * RANKS}-store-transfer")
+        waiting += [(c, c.send(command("Transfer", batch_id="step", transfer_type="send"))) for c in connections[:RANKS]]
+        for c, seq in waiting:
+            good(c.reply(seq))
+        until(lambda: not transfers_of(url), lambda: f"it is still told: {bus_of(url)['batches']}")
+        if browser:
+            until(lambda: "none at the moment" in browser.evaluate("document.querySelector('#transfers').innerText"),
+                  lambda: f"it is still shown: {browser.text()}")
+    finally:
+        if browser:
+            browser.close()
 
 
 def look_at_bus(url, groups):
@@ -300,6 +327,7 @@ try:
     check_token()
     bus_program, bus_url = serve("--listen", "0", "--store", f"unix:{FOLDER}/store", "--socket", f"{FOLDER}/none")
     check_bus(bus_url)
+    look_at_transfer(bus_url, connections)
     if PROGRAM:
         took = look(url, connections)
         check(took < 10, f"the loss was shown after {took:.1f} s")

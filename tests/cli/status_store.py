@@ -124,6 +124,19 @@ def main():
         row = rows(tool("--all").stdout, "seat")
         check([r[0] for r in row] == ["inference 0", "inference 1", "trainer 0"], f"{row}")
 
+        # A transfer under way: what the first rank of each group has of it.
+        seqs = [(a, a.send(command("Transfer", batch_id="b", transfer_type="send")))]
+        until(lambda: sides()["trainer"]["transfers"], "the send is not told")
+        sent = sides()["trainer"]["transfers"][0]
+        check((sent["direction"], sent["bytes_done"], sent["seconds"], sent["gb_per_s"]) == ("send", 0, 0, 0), f"{sent}")
+        check(sent["bytes_total"] > 0 and not sides()["inference"]["transfers"], f"{sides()}")
+        row = rows(tool().stdout, "batch")[0]
+        check(re.search(r"; trainer 0 sends (3: )?0 of \d+ KiB", row[5]), f"{row}")
+        seqs += [(x, x.send(command("Transfer", batch_id="b", transfer_type="recv"))) for x in (b, c)]
+        for connection, seq in seqs:
+            good(connection.reply(seq))
+        until(lambda: not sides()["trainer"]["transfers"] and sides()["inference"]["version"] == 3, "it is still told")
+
         # It goes on as long as somebody reads.
         watch = subprocess.Popen([TENSORBUS, "status", "--store", URL, "--watch", "--interval", "0.1", "--json"],
                                  stdout=subprocess.PIPE, text=True)
