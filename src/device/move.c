@@ -110,7 +110,7 @@ static tb_status check_rows(const tb__move *move) {
     tb_dtype dtype = is_source ? move->src_dtype : move->dst_dtype;
     if (dtype != TB_F32 && dtype != TB_F16 && dtype != TB_BF16)
         return tb__fail(TB_INVALID, "quantised tensors are made from, and turned into, f32, f16 and bf16, not %s",
-                        tb_dtype_bits(dtype) ? tb_dtype_name(dtype) : "what is no dtype");
+                        tb_dtype_bits(dtype) ? tb_dtype_name(dtype) : "an invalid dtype");
     if (move->kind != TB__MOVE_AMAX)
         TB_TRY(check_quantised(move));
     return tb__move_is_empty(move) ? TB_OK : check_addresses(move);

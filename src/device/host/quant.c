@@ -90,7 +90,7 @@ tb_status tb__quant_check_rows(const tb__quant_rows *rows, int64_t count, int64_
     if (rows->dtype != TB_F32 && rows->dtype != TB_F16 && rows->dtype != TB_BF16) {
         const char *name = tb_dtype_name(rows->dtype);
         return tb__fail(TB_INVALID, "quantised tensors are made from, and turned into, f32, f16 and bf16, not %s",
-                        name ? name : "what is no dtype");
+                        name ? name : "an invalid dtype");
     }
     int64_t reach;
     if (rows->stride < columns || __builtin_mul_overflow(rows->stride, count, &reach) || reach > SIZE_LIMIT / 4)
