@@ -225,3 +225,56 @@ def differing(module: GPTModel, version: int, tied: bool = False) -> list[str]:
         for name, tensor in tensors(module).items()
         if not torch.equal(tensor, expected(name, tensor, module, version, tied))
     ]
+
+
+def _from_checkpoint(name: str, c: dict[str, torch.Tensor], config: TransformerConfig, width: int) -> torch.Tensor:
+    """A parameter of Megatron made from a checkpoint: of all tensor-parallel ranks, one after the other."""
+
+    def padded(words: torch.Tensor) -> torch.Tensor:
+        return torch.cat([words, torch.zeros(_VOCABULARY - len(words), words.shape[1])])
+
+    if name == "embedding.word_embeddings.weight":
+        return padded(c["model.embed_tokens.weight"])
+    if name == "output_layer.weight":
+        return padded(c["lm_head.weight"])
+    if name == "decoder.final_layernorm.weight":
+        return c["model.norm.weight"]
+    _, _, layer, rest = name.split(".", 3)
+    p = f"model.layers.{layer}."
+
+    def of_mlp(stem: str, names: tuple[str, str, str], is_first: bool) -> torch.Tensor:
+        gate, up, down = (c[f"{stem}{n}.weight"] for n in names)
+        halves = zip(gate.chunk(width), up.chunk(width), strict=True)
+        return torch.cat([part for both in halves for part in both]) if is_first else down
+
+    if rest in ("input_layernorm.weight",):
+        return c[p + rest]
+    if rest == "pre_mlp_layernorm.weight":
+        return c[p + "post_attention_layernorm.weight"]
+    if rest.startswith("self_attention.linear_qkv."):
+        last = rest.rpartition(".")[2]
+        q, k, v = (c[f"{p}self_attn.{n}_proj.{last}"].chunk(config.num_query_groups) for n in "qkv")
+        return torch.cat([part for group in zip(q, k, v, strict=True) for part in group])
+    if rest == "self_attention.linear_proj.weight":
+        return c[p + "self_attn.o_proj.weight"]
+    if rest.endswith("_layernorm.weight"):
+        return c[f"{p}self_attn.{rest.split('.')[1][0]}_norm.weight"]
+    moe = p + ("block_sparse_moe." if p + "block_sparse_moe.gate.weight" in c else "mlp.")
+    if rest == "mlp.router.weight":
+        return c[moe + "gate.weight"]
+    is_first = "linear_fc1" in rest
+    if "local_experts" in rest:
+        names = ("w1", "w3", "w2") if "block" in moe else ("gate_proj", "up_proj", "down_proj")
+        return of_mlp(f"{moe}experts.{rest.split('.')[3]}.", names, is_first)
+    return of_mlp(p + "mlp.", ("gate_proj", "up_proj", "down_proj"), is_first)
+
+
+def fill_from_checkpoint(module: GPTModel, c: dict[str, torch.Tensor], is_tied: bool = False) -> None:
+    """Gives every parameter the values of a checkpoint of Llama, Qwen3, Qwen3-MoE or Mixtral."""
+    tp = module.pg_collection.tp
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            plain = _global_name(name, module, is_tied)
+            found = _from_checkpoint(plain, c, module.config, tp.size())
+            dim = p.partition_dim if getattr(p, "tensor_model_parallel", False) else -1
+            p.copy_(found.chunk(tp.size(), dim)[tp.rank()] if dim >= 0 else found)

@@ -20,7 +20,7 @@ if not _types.HAS_MEGATRON:
 
 import megatron_models as models
 
-HEADS, GROUPS, CHANNELS, HIDDEN, INNER, VOCABULARY, PADDED, EXPERTS = 8, 4, 6, 96, 192, 90, 96, 4
+HEADS, GROUPS, CHANNELS, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 6, 96, 192, 90, 4
 VERSIONS = (1, 2)
 FORM = {
     "num_attention_heads": HEADS,
@@ -63,55 +63,6 @@ def checkpoint(version: int, layers: int, experts: int | None, kind: str, is_tie
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def whole(name: str, c: dict[str, torch.Tensor], width: int) -> torch.Tensor:
-    """A parameter of Megatron made from a checkpoint: of all tensor-parallel ranks, one after the other."""
-    pad = torch.zeros(PADDED - VOCABULARY, HIDDEN)
-    if name == "embedding.word_embeddings.weight":
-        return torch.cat([c["model.embed_tokens.weight"], pad])
-    if name == "output_layer.weight":
-        return torch.cat([c["lm_head.weight"], pad])
-    if name == "decoder.final_layernorm.weight":
-        return c["model.norm.weight"]
-    _, _, layer, rest = name.split(".", 3)
-    p = f"model.layers.{layer}."
-
-    def of_mlp(stem: str, names: tuple[str, str, str], is_first: bool) -> torch.Tensor:
-        gate, up, down = (c[f"{stem}{n}.weight"] for n in names)
-        halves = zip(gate.chunk(width), up.chunk(width), strict=True)
-        return torch.cat([part for both in halves for part in both]) if is_first else down
-
-    if rest in ("input_layernorm.weight",):
-        return c[p + rest]
-    if rest == "pre_mlp_layernorm.weight":
-        return c[p + "post_attention_layernorm.weight"]
-    if rest.startswith("self_attention.linear_qkv."):
-        last = rest.rpartition(".")[2]
-        q, k, v = (c[f"{p}self_attn.{n}_proj.{last}"].chunk(GROUPS) for n in "qkv")
-        return torch.cat([part for group in zip(q, k, v, strict=True) for part in group])
-    if rest == "self_attention.linear_proj.weight":
-        return c[p + "self_attn.o_proj.weight"]
-    if rest.endswith("_layernorm.weight"):
-        return c[f"{p}self_attn.{rest.split('.')[1][0]}_norm.weight"]
-    moe = p + ("block_sparse_moe." if p + "block_sparse_moe.gate.weight" in c else "mlp.")
-    if rest == "mlp.router.weight":
-        return c[moe + "gate.weight"]
-    is_first = "linear_fc1" in rest
-    if "local_experts" in rest:
-        names = ("w1", "w3", "w2") if "block" in moe else ("gate_proj", "up_proj", "down_proj")
-        return of_mlp(f"{moe}experts.{rest.split('.')[3]}.", names, is_first)
-    return of_mlp(p + "mlp.", ("gate_proj", "up_proj", "down_proj"), is_first)
-
-
-def fill(module: Any, c: dict[str, torch.Tensor], is_tied: bool) -> None:
-    tp = module.pg_collection.tp
-    with torch.no_grad():
-        for name, p in module.named_parameters():
-            plain = models._global_name(name, module, is_tied)
-            found = whole(plain, c, tp.size())
-            dim = p.partition_dim if getattr(p, "tensor_model_parallel", False) else -1
-            p.copy_(found.chunk(tp.size(), dim)[tp.rank()] if dim >= 0 else found)
-
-
 @dataclass(frozen=True)
 class Case:
     """A trainer, and the checkpoint that it has."""
@@ -146,7 +97,7 @@ def train(seat: jobs.Seat, case: Case, url: str, pgs: Any, ranks: Any) -> list[s
         pair, batch = bus.pair("p", "engine"), bus.batch("b")
         source.add_to(batch, pair)
         for version in VERSIONS:
-            fill(module, case.checkpoint(version), case.is_tied)
+            models.fill_from_checkpoint(module, case.checkpoint(version), case.is_tied)
             source.refresh()
             batch.send(timeout=60.0, wait="committed")
     whole = case.checkpoint(VERSIONS[-1])

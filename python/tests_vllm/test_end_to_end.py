@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,20 +151,62 @@ def train_over_http(seat: jobs.Seat) -> list[Any]:
     return found
 
 
+def send_versions(seat: jobs.Seat, source: Any, assign: Callable[[Any], None]) -> list[Any]:
+    """Sends the versions, and looks what the engine has after each. ``assign`` gives the trainer's model the weights of
+    a model of transformers."""
+    import tensorbus.vllm
+
+    tensorbus.vllm.register()
+    remote = Remote(seat.args["socket"])
+    info = tensorbus.vllm.TensorbusTrainerInitInfo(seat.url, seat.size, rank=seat.index)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=remote, source=source)
+    found = []
+    for path in seat.args["models"][1:]:
+        with torch.no_grad():
+            assign(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        began = time.perf_counter()
+        trainer.send_weights()
+        seconds = time.perf_counter() - began
+        if seat.index == 0:
+            remote.call("reset_prefix_cache")
+            found.append([remote.call("hashes"), remote.call("generate", PROMPT), seconds])
+    trainer.shutdown()
+    return found
+
+
+def train_megatron(seat: jobs.Seat) -> list[Any]:
+    """A rank of a trainer with a GPTModel of Megatron: tensor parallelism of two, and a stage for every two ranks."""
+    import megatron_models as megatron
+    import torch.distributed as dist
+
+    config = transformers.AutoConfig.from_pretrained(seat.args["models"][0])
+    form = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": config.head_dim,
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "add_qkv_bias": False,
+    }
+    with megatron.without_gpu():
+        model = megatron.model(megatron.groups(2, seat.size // 2, 1, seat.size), config.num_hidden_layers, **form)
+    vocabulary = config.vocab_size
+    source = tb_engine.from_megatron(model, kind=config.model_type, vocabulary=vocabulary, group=dist.group.WORLD)
+    return send_versions(seat, source, lambda new: megatron.fill_from_checkpoint(model, new.state_dict()))
+
+
 def train(seat: jobs.Seat) -> list[Any]:
-    """A rank of a trainer: sends the versions, and looks what the engine has then."""
+    """A rank of a trainer with a module of PyTorch."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    import tensorbus.vllm
-
     def refuse(_self: Any, **_: Any) -> None:
         raise AssertionError("full_tensor was called")
 
     DTensor.full_tensor = refuse
-    tensorbus.vllm.register()
     args = seat.args
     model = transformers.AutoModelForCausalLM.from_pretrained(args["models"][0], dtype=torch.float32)
     kind = args["kind"]
@@ -183,25 +226,14 @@ def train(seat: jobs.Seat) -> list[Any]:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    remote = Remote(args["socket"])
-    info = tensorbus.vllm.TensorbusTrainerInitInfo(seat.url, seat.size, rank=seat.index)
-    trainer = WeightTransferTrainerFactory.trainer_init(info, client=remote, source=model)
-    found = []
-    for path in args["models"][1:]:
-        new = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        with torch.no_grad():
-            for (name, p), q in zip(model.named_parameters(), new.parameters(), strict=True):
-                whole = distribute_tensor(q.data, p.device_mesh, p.placements) if isinstance(p, DTensor) else q.data
-                assert whole.shape == p.shape, name
-                p.copy_(whole)
-        began = time.perf_counter()
-        trainer.send_weights()
-        seconds = time.perf_counter() - began
-        if seat.index == 0:
-            remote.call("reset_prefix_cache")
-            found.append([remote.call("hashes"), remote.call("generate", PROMPT), seconds])
-    trainer.shutdown()
-    return found
+
+    def assign(new: Any) -> None:
+        for (name, p), q in zip(model.named_parameters(), new.parameters(), strict=True):
+            whole = distribute_tensor(q.data, p.device_mesh, p.placements) if isinstance(p, DTensor) else q.data
+            assert whole.shape == p.shape, name
+            p.copy_(whole)
+
+    return send_versions(seat, model, assign)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -229,8 +261,8 @@ def expect(family: str, folder: Path, size: int) -> list[tuple[list[dict[str, st
 
 
 CASES = [  # family, tp of the engine, shadow, trainers: kind and ranks
-    ("Llama", 1, "device", [("fsdp", 2), ("tp", 2), ("fsdp+tp", 4)]),
-    ("Llama", 2, "off", [("fsdp", 4), ("fsdp+tp", 4)]),
+    ("Llama", 1, "device", [("fsdp", 2), ("tp", 2), ("fsdp+tp", 4), ("megatron", 2)]),
+    ("Llama", 2, "off", [("fsdp", 4), ("fsdp+tp", 4), ("megatron", 4)]),
     ("Qwen3-MoE", 1, "off", [("fsdp", 2)]),
     ("Qwen3-MoE", 2, "device", [("fsdp", 4)]),
 ]
@@ -253,7 +285,7 @@ def test_versions(
             found = jobs.run(
                 folder,
                 __file__,
-                {"trainer": (ranks, "train")},
+                {"trainer": (ranks, "train_megatron" if kind == "megatron" else "train")},
                 START_S,
                 socket=engine.socket,
                 models=paths,
