@@ -176,6 +176,38 @@ def test_what_vllm_gets(tmp_path: Path) -> None:
         assert np.array_equal(got["model.layers.3.mlp.gate_up_proj.weight"], np.concatenate([gate[n], up[n]]))
         assert np.array_equal(got["model.embed_tokens.weight"], embedding[24 * rank : 24 * rank + 24])
         assert got["model.norm.weight"].dtype == np.float32
+        scales = [name for name in got if name.endswith("_scale")]
+        assert len(scales) == 16
+        assert all(got[name].shape == () and got[name] == np.float32(1) for name in scales)
+    assert "equal" in run(
+        "diff", tmp_path / "hf", tmp_path / "out", "--spec", tmp_path / "spec.json", "--rtol", "0.001"
+    )
+
+
+def test_constants_and_ranks_without_tensors(tmp_path: Path) -> None:
+    a, spec = tmp_path / "a", tmp_path / "spec.json"
+    a.mkdir()
+    safetensors_numpy.save_file({"w": np.arange(6, dtype=np.int32)}, str(a / "model.safetensors"))
+    rule = {"match": "w", "dst": {"mesh": [2], "ranks": [0, 2], "placements": "S0"}}
+    spec.write_text(json.dumps({"dst_mesh": [4], "rules": [rule], "constants": {"one": 1, "half": 0.5}}))
+    report = json.loads(run("reshard", "--spec", spec, "--in", a, "--out", tmp_path / "b", "--verify", "--json"))
+    assert report["dst_bytes"] == sum(rank["bytes"] for rank in report["ranks"]) == 6 * 4 + 4 * 8
+    for rank in range(4):
+        got = safetensors_numpy.load_file(str(tmp_path / f"b/rank_{rank}.safetensors"))
+        assert (got.pop("one"), got.pop("half")) == (1, 0.5)
+        assert [x.tolist() for x in got.values()] == ([] if rank % 2 else [[0, 1, 2] if rank == 0 else [3, 4, 5]])
+    spec.write_text(json.dumps({"rules": [{"match": "*"}], "constants": {"half": 0.5}}))
+    run("reshard", "--spec", spec, "--in", a, "--out", tmp_path / "model", "--hf", "--max-file-size", "24")
+    files = [safetensors_numpy.load_file(str(file)) for file in sorted((tmp_path / "model").glob("*.safetensors"))]
+    assert [sorted(file) for file in files] in ([["half"], ["w"]], [["w"], ["half"]])
+    spec.write_text(json.dumps({"rules": [{"match": "*"}], "constants": {"w": 1}}))
+    done = subprocess.run(
+        [_c.find("tensorbus"), "reshard", "--spec", spec, "--in", a, "--out", tmp_path / "c"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "constants 'w': a tensor of the target has this name" in done.stderr
 
 
 def test_diff(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def begin() -> None:
     _offline.begin()
 
 
-def configure(path: Path, size: int) -> Any:
+def configure(path: Path, size: int, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -53,16 +53,17 @@ def configure(path: Path, size: int) -> Any:
         max_model_len=64,
         tensor_parallel_size=size,
         distributed_executor_backend="mp" if size > 1 else None,
+        **options,
     )
     return arguments.create_engine_config()
 
 
-def cold_load(path: Path, rank: int, size: int) -> tuple[Any, Any]:
-    """The model and its configuration."""
+def cold_load(path: Path, rank: int, size: int, **options: Any) -> tuple[Any, Any]:
+    """The model and its configuration; options are those of vLLM's EngineArgs."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    config = configure(path, size)
+    config = configure(path, size, **options)
     with rank_of(rank, size), set_current_vllm_config(config):
         return get_model(vllm_config=config), config
 

@@ -30,8 +30,8 @@ static const tool_option options[] = {
     {NULL, NULL, NULL},
 };
 
-/* A line's time, unless it is told how often it is measured. Fourteen lines take less than ten minutes then, also where
- * they exceed it by what can't be cut short. */
+/* A line's time, unless it is told how often it is measured. Sixteen lines take less than twelve minutes then, also
+ * where they exceed it by what can't be cut short. */
 #define LINE_NS ((int64_t)15 * 1000000000)
 
 /* ---- Names --------------------------------------------------------------------------------------------------- */
@@ -47,7 +47,7 @@ static bool is_known(const char *name, size_t length) {
                 return true;
         }
     }
-    return is_called(BENCH_REFIT, name, length) || is_called(BENCH_DISK, name, length) ||
+    return is_called(BENCH_REFIT, name, length) || bench_disk_is_line(name, length) ||
            is_called(BENCH_QUANT, name, length) || is_called(BENCH_BUS, name, length) ||
            is_called(BENCH_RTT, name, length);
 }
@@ -211,6 +211,8 @@ const tool_command tool_bench = {
         "  bus_model     the model through agents, whose clients have it          without agents          0.95\n"
         "  command_rtt   QueryStatus to an agent and back: us                     bare Unix socket     at most 1.50\n"
         "  reshard_disk  `tensorbus reshard` of 4 times the size, tp4 to tp2      cp                      0.80\n"
+        "  reshard_vllm  the same of a model, to vLLM's fused tp4                 cp                      0.80\n"
+        "  reshard_fp8   the same of a model, bf16 to FP8 blocks: bytes read      cp                      0.50\n"
         "\n"
         "with --hosts, between network namespaces of this machine, a quarter of the size:\n"
         "  net_row_col   f32 matrix, Shard(0) to Shard(1), 2 ranks to 2           iperf3                  0.85\n"
@@ -224,7 +226,7 @@ const tool_command tool_bench = {
         "from the moment the sleeping ranks are woken until the last of them is done. The last one is verified,\n"
         "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
         "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
-        "settings; the marks are for the defaults, and without --staged or --checksum. reshard_disk works in TMPDIR,\n"
+        "settings; the marks are for the defaults, and without --staged or --checksum. reshard_* work in TMPDIR,\n"
         "with files in the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2\n"
         "bytes of each number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same\n"
         "memory.\n"

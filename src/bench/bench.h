@@ -107,10 +107,9 @@ bool bench_find_file(const char *name, char *path, size_t size);
 tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
                             tb__text *said, tb__text *reason);
 
-/* ---- Lines of their own (bench_refit.c, bench_disk.c, bench_quant.c, bench_bus.c, bench_rtt.c) --------------- */
+/* ---- Lines of their own (bench_refit.c, bench_quant.c, bench_bus.c, bench_rtt.c) --------------- */
 
 #define BENCH_REFIT "refit"
-#define BENCH_DISK  "reshard_disk"
 #define BENCH_QUANT "quant_mxfp8"
 #define BENCH_BUS   "bus_model"
 #define BENCH_RTT   "command_rtt"
@@ -122,12 +121,6 @@ typedef struct bench_round {
 /* Moves a mixture-of-experts model as large as a buffer, and copies the buffer, in every round. */
 tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
                           bench_round *out, int64_t *extra_bytes);
-
-/* Reshards a checkpoint of `size` bytes, less where writing is slow and nobody asked for the size, and copies it, in
- * every round. *peak is the most memory that a resharding took. *reason, to be freed, is why it was not measured; NULL
- * if it was. */
-tb_status bench_disk_run(int64_t size, bool is_size_given, bench_rounds *rounds, tool_guard *guard, bench_round *out,
-                         int64_t *peak, char **reason);
 
 /* Quantises as much bf16 as a buffer has room for, and copies as many bytes, in every round; checks some thousand
  * blocks in the end. The buffers hold other numbers afterwards. */
@@ -306,5 +299,10 @@ typedef struct bench_other {
  */
 tb_status bench_run_other(bench *bench, const char *name, const void *arg,
                           tb_status (*run)(struct bench *bench, bench_other *line));
+
+/* The lines that reshard checkpoints on disk and copy them, in every round; of less than the size where writing is slow
+ * and nobody asked for the size. Extra memory is the most that a resharding took. */
+bool bench_disk_is_line(const char *name, size_t length);
+tb_status bench_disk_run(struct bench *bench);
 
 #endif

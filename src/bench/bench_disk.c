@@ -1,8 +1,10 @@
-/* reshard_disk: a checkpoint on disk, in the page cache, from four tensor-parallel ranks to two, next to `cp` of the
- * same files. Both are programs that are started, so that each pays for its start. */
+/* reshard_disk and the like: a checkpoint on disk, in the page cache, from four tensor-parallel ranks to two, or a
+ * model to vLLM's ranks or to FP8, next to `cp` of the same files. Both are programs that are started, so that each
+ * pays for its start. */
 #include "bench/bench.h"
 
 #include "format/checkpoint.h"
+#include "format/file.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -10,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { RANKS = 4, WIDTH = 4096, NNAMES = 4, PATTERN = 1 << 20 };
+enum { RANKS = 4, WIDTH = 4096, NNAMES = 4, PATTERN = 1 << 20, NMATRICES = 7, NCASES = 3 };
 
 /* Of each layer, by rows or by columns, as Llama's are. */
 static const struct {
@@ -24,17 +26,54 @@ static const struct {
     {"down_proj", WIDTH, 3 * WIDTH, true},
 };
 
-static const char spec[] = "{\"src_mesh\": [4], \"dst_mesh\": [2], \"rules\": ["
-                           "{\"match\": \"*.[qu]*\", \"src\": \"Shard(0)\", \"dst\": \"Shard(0)\"},"
-                           "{\"match\": \"*\", \"src\": \"Shard(1)\", \"dst\": \"Shard(1)\"}]}";
+/* Of each layer of a Llama, in fourths of the hidden size. */
+static const struct {
+    const char *name;
+    int rows, columns;
+} llama[NMATRICES] = {
+    {"self_attn.q_proj", 4, 4}, {"self_attn.k_proj", 1, 4}, {"self_attn.v_proj", 1, 4}, {"self_attn.o_proj", 4, 4},
+    {"mlp.gate_proj", 12, 4},   {"mlp.up_proj", 12, 4},     {"mlp.down_proj", 4, 12},
+};
+
+static const char tp_spec[] = "{\"src_mesh\": [4], \"dst_mesh\": [2], \"rules\": ["
+                              "{\"match\": \"*.[qu]*\", \"src\": \"Shard(0)\", \"dst\": \"Shard(0)\"},"
+                              "{\"match\": \"*\", \"src\": \"Shard(1)\", \"dst\": \"Shard(1)\"}]}";
+
+static const char fp8_spec[] =
+    "{\"files\": \"hf\", \"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": \"fp8_block\"}}]}";
+
+typedef struct disk_case {
+    const char *name, *work;
+    double at_least;
+    const char *spec;
+    bool is_model; /* the source: a Llama of one rank; otherwise four ranks */
+} disk_case;
+
+static const disk_case cases[NCASES] = {
+    {"reshard_disk", "checkpoint on disk, tp4 to tp2", 0.8, tp_spec, false},
+    {"reshard_vllm", "model on disk to vLLM's fused tp4", 0.8, "{\"model\": \"llama\", \"to\": \"vllm\", \"tp\": 4}",
+     true},
+    {"reshard_fp8", "model on disk, bf16 to FP8 in blocks", 0.5, fp8_spec, true},
+};
 
 /* What it works with; all paths lie in the folder. */
 typedef struct disk {
+    const disk_case *c;
     char folder[80];
     char in[96], copy[96], out[96], spec[96], tool[512];
     int64_t nbytes; /* of the source */
     tool_guard *guard;
 } disk;
+
+static tb_status write_text(const disk *d, const char *name, const char *text) {
+    char path[128];
+    snprintf(path, sizeof path, "%s/%s", d->folder, name);
+    FILE *file = fopen(path, "we");
+    bool ok = file && fputs(text, file) >= 0;
+    if (file)
+        ok = fclose(file) == 0 && ok;
+    return ok ? TB_OK : tb__fail(TB_IO, "can't write %s", path);
+}
 
 /* The tensors of one rank: as many layers as make `size` on four ranks, the last one narrower. */
 static tb_status list_tensors(int64_t size, tb__arena *arena, tb__safetensor **out, size_t *count) {
@@ -62,6 +101,41 @@ static tb_status list_tensors(int64_t size, tb__arena *arena, tb__safetensor **o
     return TB_OK;
 }
 
+/* As many layers as make `size`; one that is smaller, if that is less than a layer. */
+static tb_status list_llama(disk *d, int64_t size, tb__arena *arena, tb__safetensor **out, size_t *count) {
+    enum { FOURTHS = 2 * 16 + 2 * 4 + 3 * 48 }; /* of the hidden size times itself: a layer, sixteen times */
+    int64_t hidden = WIDTH;
+    while (hidden > 64 && FOURTHS * hidden * hidden / 8 > size)
+        hidden /= 2;
+    int64_t nlayers = size / (FOURTHS * hidden * hidden / 8) + 1;
+    tb__safetensor *tensors = tb__arena_alloc(arena, (size_t)nlayers, NMATRICES * sizeof *tensors);
+    if (!tensors)
+        return TB_NO_MEMORY;
+    *count = 0;
+    for (int64_t i = 0; i < nlayers; i++) {
+        for (int m = 0; m < NMATRICES; m++) {
+            char *name = tb__arena_alloc(arena, 64, 1);
+            if (!name)
+                return TB_NO_MEMORY;
+            snprintf(name, 64, "model.layers.%" PRId64 ".%s.weight", i, llama[m].name);
+            tensors[(*count)++] =
+                (tb__safetensor){.name = name,
+                                 .dtype = TB_BF16,
+                                 .shape = {2, {llama[m].rows * hidden / 4, llama[m].columns * hidden / 4}}};
+        }
+    }
+    *out = tensors;
+    tb__text config = {0};
+    tb__text_add(&config,
+                 "{\"model_type\": \"llama\", \"hidden_size\": %" PRId64 ", \"intermediate_size\": %" PRId64
+                 ", \"num_hidden_layers\": %" PRId64 ", \"num_attention_heads\": 32, \"num_key_value_heads\": 8, "
+                 "\"vocab_size\": 64}",
+                 hidden, 3 * hidden, nlayers);
+    tb_status status = config.failed ? TB_NO_MEMORY : write_text(d, "in/config.json", config.data);
+    tb__text_fini(&config);
+    return status;
+}
+
 static tb_status fill_tensor(tb__safetensors_writer *writer, size_t i, int64_t nbytes, const unsigned char *pattern) {
     for (int64_t done = 0; done < nbytes;) {
         int64_t n = nbytes - done < PATTERN ? nbytes - done : PATTERN;
@@ -75,7 +149,7 @@ static tb_status write_rank(disk *d, int32_t rank, const tb__safetensor *tensors
                             const unsigned char *pattern) {
     char *path;
     tb__safetensors_writer *writer = NULL;
-    TB_TRY(tb__rank_file_path(d->in, rank, &path));
+    TB_TRY(d->c->is_model ? tb__file_join(d->in, "model.safetensors", &path) : tb__rank_file_path(d->in, rank, &path));
     tb_status status = tb__safetensors_create(path, tensors, count, NULL, 0, &writer);
     free(path);
     for (size_t i = 0; i < count && status == TB_OK; i++) {
@@ -95,13 +169,15 @@ static tb_status write_rank(disk *d, int32_t rank, const tb__safetensor *tensors
 
 static tb_status write_source(disk *d, int64_t size) {
     tb__arena arena = {0};
-    tb__safetensor *tensors;
-    size_t count;
+    tb__safetensor *tensors = NULL;
+    size_t count = 0;
     unsigned char *pattern = tb__arena_alloc(&arena, PATTERN, 1);
-    tb_status status = pattern ? list_tensors(size, &arena, &tensors, &count) : TB_NO_MEMORY;
-    for (int i = 0; status == TB_OK && i < PATTERN; i++)
-        pattern[i] = (unsigned char)(i * 2654435761U >> 24);
-    for (int32_t rank = 0; rank < RANKS && status == TB_OK; rank++)
+    tb_status status = !pattern         ? TB_NO_MEMORY
+                       : d->c->is_model ? list_llama(d, size, &arena, &tensors, &count)
+                                        : list_tensors(size, &arena, &tensors, &count);
+    for (int i = 0; status == TB_OK && i < PATTERN; i++) /* finite numbers */
+        pattern[i] = (unsigned char)(i * 2654435761U >> 24 & (i % 2 ? 0xbf : 0xff));
+    for (int32_t rank = 0; rank < (d->c->is_model ? 1 : RANKS) && status == TB_OK; rank++)
         status = write_rank(d, rank, tensors, count, pattern);
     tb__arena_fini(&arena);
     return status;
@@ -118,18 +194,10 @@ static tb_status fit_source(disk *d, const bench_rounds *rounds, int64_t *size) 
             fitting = bench_fit_size(*size, took, rounds->budget_ns);
     d->nbytes = 0;
     if (fitting < *size)
-        tool_say(BENCH_DISK " moves %s instead of %s, because writing is slow here", tool_size(fitting).text,
+        tool_say("%s moves %s instead of %s, because writing is slow here", d->c->name, tool_size(fitting).text,
                  tool_size(*size).text);
     *size = fitting;
     return TB_OK;
-}
-
-static tb_status write_spec(const disk *d) {
-    FILE *file = fopen(d->spec, "we");
-    bool ok = file && fputs(spec, file) >= 0;
-    if (file)
-        ok = fclose(file) == 0 && ok;
-    return ok ? TB_OK : tb__fail(TB_IO, "can't write %s", d->spec);
 }
 
 /* Times a program; what keeps it from running goes to `reason`. */
@@ -190,8 +258,8 @@ static tb_status run_rounds(disk *d, int64_t size, bool is_size_given, bench_rou
     snprintf(d->spec, sizeof d->spec, "%s/spec.json", d->folder);
     if (mkdir(d->in, 0777) != 0)
         return tb__fail(TB_IO, "can't make %s", d->in);
-    tool_show_line("reshard_disk: writing the checkpoint");
-    TB_TRY(write_spec(d));
+    tool_show_line("%s: writing the checkpoint", d->c->name);
+    TB_TRY(write_text(d, "spec.json", d->c->spec));
     tb_status status = is_size_given ? TB_OK : fit_source(d, rounds, &size);
     if (status == TB_OK)
         status = write_source(d, size);
@@ -200,28 +268,46 @@ static tb_status run_rounds(disk *d, int64_t size, bool is_size_given, bench_rou
         return TB_OK;
     }
     TB_TRY(status);
-    tool_show_line("reshard_disk: verifying");
+    tool_show_line("%s: verifying", d->c->name);
     const char *const verify[] = {d->tool, "reshard", "--spec", d->spec,    "--in", d->in,
                                   "--out", d->out,    "--json", "--verify", NULL};
     TB_TRY(run_once(d, verify, d->out, &unused, peak, reason));
     while (reason->count == 0 && bench_rounds_next(rounds, tool_now_ns())) {
-        tool_show_line("reshard_disk: round %d of %d", rounds->done, rounds->most);
+        tool_show_line("%s: round %d of %d", d->c->name, rounds->done, rounds->most);
         TB_TRY(run_round(d, &out[rounds->done - 1], peak, reason));
     }
     return TB_OK;
 }
 
-tb_status bench_disk_run(int64_t size, bool is_size_given, bench_rounds *rounds, tool_guard *guard, bench_round *out,
-                         int64_t *peak, char **reason) {
-    disk d = {.guard = guard};
+static tb_status run_case(bench *b, bench_other *o) {
+    enum { TIMES = 4, SHARE = 4 }; /* the size, so that it is 4 GiB unless another is asked for; of a line's time */
+    disk d = {.c = o->arg, .guard = &b->guard};
     tb__text why = {0};
-    *peak = 0;
-    *reason = NULL;
+    o->result.work = d.c->work;
+    o->result.against = "cp";
+    o->result.at_least = d.c->at_least;
+    o->result.extra_bytes = 0;
+    o->rounds.budget_ns *= SHARE;
     TB_TRY(tool_folder_make(d.folder, sizeof d.folder));
-    tb_status status = run_rounds(&d, size, is_size_given, rounds, out, peak, &why);
+    tb_status status =
+        run_rounds(&d, TIMES * b->size, b->is_size_given, &o->rounds, o->round, &o->result.extra_bytes, &why);
     tool_folder_remove(d.folder);
     if (status == TB_OK && why.count > 0)
-        status = tb__text_take(&why, reason);
+        status = tb__text_take(&why, &o->result.reason);
     tb__text_fini(&why);
     return status;
+}
+
+bool bench_disk_is_line(const char *name, size_t length) {
+    for (int i = 0; i < NCASES; i++) {
+        if (strlen(cases[i].name) == length && strncmp(cases[i].name, name, length) == 0)
+            return true;
+    }
+    return false;
+}
+
+tb_status bench_disk_run(bench *b) {
+    for (int i = 0; i < NCASES; i++)
+        TB_TRY(bench_run_other(b, cases[i].name, &cases[i], run_case));
+    return TB_OK;
 }

@@ -4,8 +4,6 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { DISK_SHARE = 4 }; /* times that, for the line that writes files */
-
 /* A case that is being run. */
 typedef struct trial {
     const bench_case *c;
@@ -290,16 +288,6 @@ static tb_status run_refit(bench *b, bench_other *o) {
     return bench_refit_run(&b->buffers, &b->batch, &o->rounds, &b->guard, o->round, &o->result.extra_bytes);
 }
 
-static tb_status run_disk(bench *b, bench_other *o) {
-    enum { TIMES = 4 }; /* the size, so that it is 4 GiB unless another is asked for */
-    o->result.work = "checkpoint on disk, tp4 to tp2";
-    o->result.against = "cp";
-    o->result.at_least = 0.8;
-    o->rounds.budget_ns *= DISK_SHARE;
-    return bench_disk_run(TIMES * b->size, b->is_size_given, &o->rounds, &b->guard, o->round, &o->result.extra_bytes,
-                          &o->result.reason);
-}
-
 static tb_status run_quant(bench *b, bench_other *o) {
     o->result.work = "bf16 to MXFP8 in memory, reads and writes";
     o->result.against = against_names[BENCH_MEMCPY_TRAFFIC];
@@ -469,7 +457,7 @@ static tb_status run_all(bench *b) {
         tool_show_line("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
         TB_TRY(run_peer(b, i));
     }
-    return bench_run_other(b, BENCH_DISK, NULL, run_disk); /* last: the kernel is busy with its files for a while */
+    return bench_disk_run(b); /* last: the kernel is busy with its files for a while */
 }
 
 tb_status bench_run(bench *b) {

@@ -11,13 +11,15 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The ranks of one side in all rules, ascending; to be freed by the caller. */
+/* The ranks of one side, of its mesh and in all rules, ascending; to be freed by the caller. */
 static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out, size_t *count) {
     TB_VEC(int32_t) all = {0};
     const tb_layout *last = NULL;
-    for (size_t i = 0; i < spec->ntensors + spec->nrules; i++) {
+    const tb__spec_mesh *mesh = is_target ? &spec->dst_mesh : &spec->src_mesh;
+    size_t nrules = spec->ntensors + spec->nrules;
+    for (size_t i = 0; i < nrules + mesh->is_given; i++) {
         const tb__spec_rule *rule = i < spec->ntensors ? &spec->tensors[i] : &spec->rules[i - spec->ntensors];
-        const tb_layout *layout = is_target ? rule->dst : rule->src;
+        const tb_layout *layout = i == nrules ? mesh->layout : is_target ? rule->dst : rule->src;
         bool is_same = last && layout && tb_layout_nranks(last) == tb_layout_nranks(layout) && !last->ranks &&
                        !layout->ranks && last->first == layout->first;
         if (!layout || is_same)
@@ -253,6 +255,24 @@ static tb_status add_targets(tb__disk *disk) {
     return TB_OK;
 }
 
+static int compare_target(const void *name, const void *tensor) {
+    return strcmp(name, ((const tb__disk_tensor *)tensor)->name);
+}
+
+int64_t tb__disk_constants_nbytes(const tb__disk *disk) {
+    return (int64_t)(disk->spec->nconstants * sizeof(float));
+}
+
+static tb_status add_constants(tb__disk *disk) {
+    for (size_t i = 0; i < disk->spec->nconstants; i++) {
+        const char *name = disk->spec->constants[i].name;
+        if (disk->count && bsearch(name, disk->tensors, disk->count, sizeof *disk->tensors, compare_target))
+            return tb__fail(TB_INVALID, "constants '%.100s': a tensor of the target has this name", name);
+    }
+    disk->dst_nbytes += tb__disk_constants_nbytes(disk) * (int64_t)disk->nranks;
+    return TB_OK;
+}
+
 static tb_status add_tensors(tb__disk *disk) {
     const char **names;
     size_t count;
@@ -261,7 +281,9 @@ static tb_status add_tensors(tb__disk *disk) {
     for (size_t i = 0; i < count && status == TB_OK; i++)
         status = add_name(disk, names, count, i);
     free(names);
-    return status == TB_OK ? add_targets(disk) : status;
+    if (status == TB_OK)
+        status = add_targets(disk);
+    return status == TB_OK ? add_constants(disk) : status;
 }
 
 static tb_status open_disk(tb__disk *disk, const char *dir, bool ignore_unindexed) {
@@ -324,6 +346,6 @@ tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out)
         TB_TRY(part_nbytes(&disk->tensors[i], rank, &nbytes, &data));
         total += nbytes;
     }
-    *out = total;
+    *out = total + tb__disk_constants_nbytes(disk);
     return TB_OK;
 }

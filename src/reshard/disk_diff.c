@@ -167,7 +167,10 @@ static tb_status list_only_b(const differ *f, tb_status (*only_b)(void *arg, con
     for (size_t i = 0; i < count && status == TB_OK; i++) {
         while (k < f->disk->count && strcmp(f->disk->tensors[k].name, names[i]) < 0)
             k++;
-        if (k == f->disk->count || strcmp(f->disk->tensors[k].name, names[i]) != 0)
+        bool is_known = k < f->disk->count && strcmp(f->disk->tensors[k].name, names[i]) == 0;
+        for (size_t c = 0; c < f->disk->spec->nconstants; c++)
+            is_known |= strcmp(f->disk->spec->constants[c].name, names[i]) == 0;
+        if (!is_known)
             status = only_b(arg, names[i]);
     }
     free(names);

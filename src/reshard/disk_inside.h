@@ -115,6 +115,9 @@ tb_status tb__disk_quantise(const tb__disk_tensor *tensor, const tb__disk_bands 
 tb_status tb__disk_band_amax(const tb__disk_tensor *tensor, const tb__disk_bands *bands, const tb__disk_band *band,
                              const void *from, float *out);
 
+/* Bytes of the spec's constants in the file of each target rank. */
+int64_t tb__disk_constants_nbytes(const tb__disk *disk);
+
 /* ---- The target (disk_output.c) ------------------------------------------------------------------------------ */
 
 typedef struct tb__disk_output tb__disk_output;

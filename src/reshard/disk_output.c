@@ -40,6 +40,18 @@ static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safeten
                 return TB_NO_MEMORY;
         }
     }
+    for (size_t i = 0; i < disk->spec->nconstants; i++)
+        out[file->slots.count + i] = (tb__safetensor){.name = disk->spec->constants[i].name, .dtype = TB_F32};
+    return TB_OK;
+}
+
+/* Those of the spec come after the tensors. */
+static tb_status write_constants(const tb__disk_output *output, const rank_file *file, const tb__spec *spec) {
+    for (size_t i = 0; i < spec->nconstants; i++) {
+        const float *value = &spec->constants[i].value;
+        TB_TRY(output->model ? tb__checkpoint_write(output->model, file->slots.count + i, 0, value, sizeof *value)
+                             : tb__safetensors_write(file->writer, file->slots.count + i, 0, value, sizeof *value));
+    }
     return TB_OK;
 }
 
@@ -63,9 +75,9 @@ static tb_status list_metadata(const tb__disk *disk, bool is_model, tb__safetens
 }
 
 static tb_status create_rank(tb__disk_output *output, rank_file *file, bool for_vllm, const tb__safetensor *tensors,
-                             const tb__safetensors_metadata *metadata, size_t nmetadata) {
+                             size_t count, const tb__safetensors_metadata *metadata, size_t nmetadata) {
     TB_TRY((for_vllm ? tb__vllm_file_path : tb__rank_file_path)(output->folder.path, file->rank, &file->path));
-    return tb__safetensors_create(file->path, tensors, file->slots.count, metadata, nmetadata, &file->writer);
+    return tb__safetensors_create(file->path, tensors, count, metadata, nmetadata, &file->writer);
 }
 
 static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
@@ -79,10 +91,13 @@ static tb_status create_files(tb__disk_output *output, const tb__disk *disk, con
         rank_file *file = &output->ranks[output->nranks++];
         file->rank = disk->ranks[i];
         TB_TRY(list_tensors(disk, file, tensors, &output->arena));
+        size_t count = file->slots.count + disk->spec->nconstants;
         if (opts->files == TB__SPEC_HF)
-            return tb__checkpoint_create(dir, tensors, file->slots.count, metadata, nmetadata, opts->max_file_bytes,
-                                         removed, &output->model);
-        TB_TRY(create_rank(output, file, opts->files == TB__SPEC_VLLM, tensors, metadata, nmetadata));
+            TB_TRY(tb__checkpoint_create(dir, tensors, count, metadata, nmetadata, opts->max_file_bytes, removed,
+                                         &output->model));
+        else
+            TB_TRY(create_rank(output, file, opts->files == TB__SPEC_VLLM, tensors, count, metadata, nmetadata));
+        TB_TRY(write_constants(output, file, disk->spec));
     }
     return TB_OK;
 }
@@ -94,7 +109,7 @@ static tb_status init_output(tb__disk_output *output, const tb__disk *disk, cons
     if (opts->files == TB__SPEC_HF && disk->nranks != 1)
         return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
     output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
-    tb__safetensor *tensors = tb__malloc(disk->count, TB__DISK_SLOTS * sizeof *tensors);
+    tb__safetensor *tensors = tb__malloc(TB__DISK_SLOTS * disk->count + disk->spec->nconstants, sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
         status = list_metadata(disk, opts->files == TB__SPEC_HF, &metadata, &nmetadata);

@@ -370,7 +370,7 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
 
 /* Writes everything, or compares it. When comparing, scales of whole parts are computed again, too. */
 static tb_status run_workers(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
-    atomic_store(&j->bytes_done, 0);
+    atomic_store(&j->bytes_done, tb__disk_constants_nbytes(j->disk) * (int64_t)j->disk->nranks);
     if (j->disk->namax > 0) {
         for (size_t i = 0; i < j->disk->namax; i++)
             atomic_store(&j->amax[i], 0);

@@ -229,23 +229,28 @@ static void add_attention(maker *k) {
     norm = whole("model.layers.@.self_attn.k_norm.weight", "model.layers.@.self_attn.k_norm.weight",
                  "decoder.layers.@.self_attention.k_layernorm.weight", "");
     add_places(k, &norm);
+    places out = whole("model.layers.@.self_attn.o_proj.weight", "model.layers.@.self_attn.o_proj.weight",
+                       "decoder.layers.@.self_attention.linear_proj.weight", "Shard(1)");
+    add_places(k, &out);
 }
 
 static void add_latent_attention(maker *k) {
     const model *m = &k->m;
 #define HF(x)       "model.layers.@.self_attn." x ".weight"
+#define VLLM(x)     HF("mla_attn." x) /* of names for one module, vLLM's loader asks for the first by the alphabet */
 #define MEGATRON(x) "decoder.layers.@.self_attention." x
     const struct {
-        const char *hf, *megatron, *cut;
+        const char *hf, *vllm, *megatron, *cut;
     } list[] = {
-        {HF("q_proj"), MEGATRON("linear_q_proj.weight"), "Shard(0)"},
-        {HF("q_b_proj"), MEGATRON("linear_q_up_proj.weight"), "Shard(0)"},
-        {HF("q_a_layernorm"), MEGATRON("linear_q_up_proj.layer_norm_weight"), ""},
-        {HF("kv_b_proj"), MEGATRON("linear_kv_up_proj.weight"), "Shard(0)"},
-        {HF("kv_a_layernorm"), MEGATRON("linear_kv_up_proj.layer_norm_weight"), ""},
+        {HF("q_proj"), VLLM("q_proj"), MEGATRON("linear_q_proj.weight"), "Shard(0)"},
+        {HF("q_b_proj"), VLLM("q_b_proj"), MEGATRON("linear_q_up_proj.weight"), "Shard(0)"},
+        {HF("q_a_layernorm"), VLLM("q_a_layernorm"), MEGATRON("linear_q_up_proj.layer_norm_weight"), ""},
+        {HF("kv_b_proj"), HF("kv_b_proj"), MEGATRON("linear_kv_up_proj.weight"), "Shard(0)"},
+        {HF("kv_a_layernorm"), HF("kv_a_layernorm"), MEGATRON("linear_kv_up_proj.layer_norm_weight"), ""},
+        {HF("o_proj"), VLLM("o_proj"), MEGATRON("linear_proj.weight"), "Shard(1)"},
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
-        places p = whole(list[i].hf, list[i].hf, list[i].megatron, list[i].cut);
+        places p = whole(list[i].hf, list[i].vllm, list[i].megatron, list[i].cut);
         add_places(k, &p);
     }
     places q = whole(HF("q_a_proj"), HF("q_a_proj"), MEGATRON("linear_q_down_proj.weight"), "");
@@ -263,18 +268,19 @@ static void add_latent_attention(maker *k) {
     }
     add_places(k, &kv);
 #undef HF
+#undef VLLM
 #undef MEGATRON
 }
 
 /* ---- MLP ----------------------------------------------------------------------------------------------------- */
 
 /* gate and up, which become one, and down. */
-static void add_mlp(maker *k, const char *hf, const char *megatron, int64_t n) {
+static void add_mlp(maker *k, const char *hf, const char *vllm, const char *megatron, int64_t n) {
     static const char *const parts[] = {"gate", "up"};
     for (int i = 0; i < 2; i++) {
         places p = {0};
         PUT(p.form[TB__FORM_HF].name, "model.layers.@.%s.%s_proj.weight", hf, parts[i]);
-        PUT(p.form[TB__FORM_VLLM].name, "model.layers.@.%s.gate_up_proj.weight", hf);
+        PUT(p.form[TB__FORM_VLLM].name, "model.layers.@.%s.gate_up_proj.weight", vllm);
         PUT(p.form[TB__FORM_MEGATRON].name, "decoder.layers.@.%s.linear_fc1.weight", megatron);
         for (int f = TB__FORM_VLLM; f <= TB__FORM_MEGATRON; f++) {
             PUT(p.form[f].view, "slice(0,%" PRId64 ",%" PRId64 ")", i * n, n);
@@ -283,10 +289,10 @@ static void add_mlp(maker *k, const char *hf, const char *megatron, int64_t n) {
         }
         add_places(k, &p);
     }
-    char from[96], to[96];
-    PUT(from, "model.layers.@.%s.down_proj.weight", hf);
-    PUT(to, "decoder.layers.@.%s.linear_fc2.weight", megatron);
-    places down = whole(from, from, to, "Shard(1)");
+    places down = whole("", "", "", "Shard(1)");
+    PUT(down.form[TB__FORM_HF].name, "model.layers.@.%s.down_proj.weight", hf);
+    PUT(down.form[TB__FORM_VLLM].name, "model.layers.@.%s.down_proj.weight", vllm);
+    PUT(down.form[TB__FORM_MEGATRON].name, "decoder.layers.@.%s.linear_fc2.weight", megatron);
     add_places(k, &down);
 }
 
@@ -318,17 +324,18 @@ static void add_experts(maker *k) {
         }
         add_places(k, &p);
     }
-    char from[96];
-    PUT(from, "model.layers.@.%s.gate.weight", block);
-    places p = whole(from, from, "decoder.layers.@.mlp.router.weight", "");
-    if (strcmp(m->family, "qwen3_moe") == 0) /* the first name, by the alphabet, of a module that vLLM has twice */
-        PUT(p.form[TB__FORM_VLLM].name, "model.layers.@.mlp.experts.gate.weight");
-    add_places(k, &p);
-    PUT(from, "model.layers.@.%s.gate.e_score_correction_bias", block);
-    p = whole(from, from, "decoder.layers.@.mlp.router.expert_bias", "");
-    add_places(k, &p);
+    static const char *const gates[2][2] = {{"weight", "weight"}, {"e_score_correction_bias", "expert_bias"}};
+    for (int i = 0; i < 2; i++) {
+        char from[96], to[96], other[96];
+        PUT(from, "model.layers.@.%s.gate.%s", block, gates[i][0]);
+        PUT(to, "model.layers.@.%s.gate.%s", m->is_mixtral ? block : "mlp.experts", gates[i][0]);
+        PUT(other, "decoder.layers.@.mlp.router.%s", gates[i][1]);
+        places p = whole(from, to, other, "");
+        add_places(k, &p);
+    }
     if (m->shared_intermediate > 0)
-        add_mlp(k, "mlp.shared_experts", "mlp.shared_experts", m->shared_intermediate);
+        add_mlp(k, "mlp.shared_experts", "mlp.experts._shared_experts._layer", "mlp.shared_experts",
+                m->shared_intermediate);
 }
 
 /* ---- Norms, embeddings --------------------------------------------------------------------------------------- */
@@ -398,8 +405,7 @@ static void add_embeddings(maker *k) {
         return;
     }
     /* vLLM's loader asks for the first name, by the alphabet, of weights that are one tensor. */
-    bool has_head = strcmp(m->family, "gemma") != 0 && strcmp(m->family, "gemma2") != 0;
-    if (has_head)
+    if (strcmp(m->family, "gemma2") != 0)
         PUT(p[0].form[TB__FORM_VLLM].name, "lm_head.weight");
     add_places(k, &p[0]);
     if (k->side[1].form == TB__FORM_MEGATRON && k->side[1].pp > 1) { /* the last stage has a copy */
@@ -575,10 +581,7 @@ static void add_notes(maker *k, const json_t *config) {
             tb__text_add(k->notes, "vLLM itself deals experts out over all ranks of tp, or cuts each over all\n");
     }
     if (has_vllm)
-        tb__text_add(k->notes,
-                     "vLLM's names are those of 0.32; a vocabulary is padded to a multiple of 64\n"
-                     "vLLM's loader asks for attn._k_scale, _v_scale, _q_scale and _prob_scale of each layer, "
-                     "too; no checkpoint has them, and they are not written\n");
+        tb__text_add(k->notes, "vLLM's names are those of 0.32; a vocabulary is padded to a multiple of 64\n");
     if (has_megatron) {
         tb__text_add(k->notes,
                      "Megatron's names are those of Megatron-Core with Transformer Engine and grouped experts; the "
@@ -587,6 +590,21 @@ static void add_notes(maker *k, const json_t *config) {
     }
     if (number(config, "num_nextn_predict_layers", 0) > 0)
         tb__text_add(k->notes, "layers for the prediction of further tokens are left out\n");
+}
+
+/* What vLLM's attention layers have beside weights: all 1 where the model is not quantised. */
+static json_t *attention_scales(const model *m) {
+    static const char *const scales[] = {"k", "v", "q", "prob"};
+    json_t *all = json_object();
+    for (int64_t layer = 0; layer < m->layers; layer++) {
+        for (size_t i = 0; i < sizeof scales / sizeof *scales; i++) {
+            char name[96];
+            PUT(name, "model.layers.%" PRId64 ".self_attn.%s._%s_scale", layer,
+                m->is_mla ? "mla_attn.mla_attn" : "attn", scales[i]);
+            json_object_set_new(all, name, json_integer(1));
+        }
+    }
+    return all;
 }
 
 static tb_status make_rules(maker *k, const json_t *config) {
@@ -602,18 +620,17 @@ static tb_status make_rules(maker *k, const json_t *config) {
         json_array_append_new(k->rules, json_pack("{s:s,s:b}", "match", match, "skip", 1));
     }
     json_array_append_new(k->rules, json_pack("{s:s,s:b}", "match", "*.rotary_emb.inv_freq", "skip", 1));
+    if (k->side[0].form == TB__FORM_VLLM)
+        json_array_append_new(k->rules, json_pack("{s:s,s:b}", "match", "*attn._*_scale", "skip", 1));
     add_embeddings(k);
     add_norms(k);
     if (m->is_mla)
         add_latent_attention(k);
     else
         add_attention(k);
-    places out = whole("model.layers.@.self_attn.o_proj.weight", "model.layers.@.self_attn.o_proj.weight",
-                       "decoder.layers.@.self_attention.linear_proj.weight", "Shard(1)");
-    add_places(k, &out);
     if (m->experts > 0)
         add_experts(k);
-    add_mlp(k, "mlp", "mlp", m->intermediate);
+    add_mlp(k, "mlp", "mlp", "mlp", m->intermediate);
     add_notes(k, config);
     return TB_OK;
 }
@@ -634,6 +651,8 @@ tb_status tb__model_spec(const json_t *config, const char *family, const tb__mod
         if (dst->form != TB__FORM_MEGATRON)
             json_object_set_new(spec, "files", json_string(form_names[dst->form]));
         json_object_set_new(spec, "rules", sort_rules(k.rules));
+        if (dst->form == TB__FORM_VLLM)
+            json_object_set_new(spec, "constants", attention_scales(&k.m));
         *out = spec;
     }
     json_decref(k.rules);
@@ -652,7 +671,7 @@ void tb__model_spec_format(const json_t *spec, tb__text *out) {
         json_t *one;
         char *text;
         if (!json_is_array(value)) {
-            text = json_dumps(value, JSON_ENCODE_ANY);
+            text = json_dumps(value, JSON_ENCODE_ANY | (strcmp(key, "constants") == 0 ? JSON_INDENT(3) : 0));
             tb__text_add(out, "%s", text ? text : "null");
             free(text);
             continue;

@@ -149,6 +149,7 @@ static tb_status read_default_mesh(const json_t *root, const char *key, mesh *ou
     static const char *const keys[] = {"mesh", "ranks", "names", "layers", "experts", NULL};
     const json_t *json = json_object_get(root, key);
     mesh m = one_rank;
+    kept->is_given = json != NULL;
     tb_status status = TB_OK;
     if (json_is_array(json))
         status = read_mesh_shape(json, &m);
@@ -479,6 +480,25 @@ static tb_status read_rules(const reader *r, const json_t *json) {
     return TB_OK;
 }
 
+static tb_status read_constants(tb__spec *spec, const json_t *json) {
+    const char *name;
+    json_t *value;
+    if (json && !json_is_object(json))
+        return tb__fail(TB_INVALID, "'constants' is not an object of names and numbers");
+    spec->constants = tb__arena_alloc(&spec->arena, json_object_size(json), sizeof *spec->constants);
+    if (!spec->constants)
+        return TB_NO_MEMORY;
+    json_object_foreach((json_t *)json, name, value) {
+        tb__spec_constant *one = &spec->constants[spec->nconstants++];
+        *one = (tb__spec_constant){tb__arena_strdup(&spec->arena, name), (float)json_number_value(value)};
+        if (!one->name)
+            return TB_NO_MEMORY;
+        if (!*name || !json_is_number(value))
+            return tb__fail(TB_INVALID, "constants '%.60s': it has no %s", name, *name ? "number" : "name");
+    }
+    return TB_OK;
+}
+
 static tb_status read_files(const json_t *json, tb__spec_files *out) {
     static const char *const words[] = {[TB__SPEC_RANKS] = "ranks", [TB__SPEC_HF] = "hf", [TB__SPEC_VLLM] = "vllm"};
     const char *text = json_string_value(json);
@@ -492,7 +512,7 @@ static tb_status read_files(const json_t *json, tb__spec_files *out) {
 }
 
 static tb_status read_root(tb__spec *spec, const json_t *json) {
-    static const char *const keys[] = {"src_mesh", "dst_mesh", "tensors", "rules", "files", NULL};
+    static const char *const keys[] = {"src_mesh", "dst_mesh", "tensors", "rules", "constants", "files", NULL};
     reader r = {.spec = spec};
     if (!json_is_object(json))
         return tb__fail(TB_INVALID, "a spec is a JSON object");
@@ -500,6 +520,7 @@ static tb_status read_root(tb__spec *spec, const json_t *json) {
     if (!json_object_get(json, "tensors") && !json_object_get(json, "rules"))
         return tb__fail(TB_INVALID, "a spec has 'tensors' or 'rules'; this one has neither");
     TB_TRY(read_files(json_object_get(json, "files"), &spec->files));
+    TB_TRY(read_constants(spec, json_object_get(json, "constants")));
     TB_TRY(read_default_mesh(json, "src_mesh", &r.src, &spec->src_mesh, &spec->arena));
     TB_TRY(read_default_mesh(json, "dst_mesh", &r.dst, &spec->dst_mesh, &spec->arena));
     TB_TRY(read_tensors(&r, json_object_get(json, "tensors")));

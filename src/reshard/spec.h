@@ -35,6 +35,7 @@ typedef struct tb__spec_numbers {
 /* The ranks of a side, for all tensors that do not say otherwise. */
 typedef struct tb__spec_mesh {
     tb_layout *layout; /* Replicate in every dim */
+    bool is_given;     /* by the spec; otherwise it is one rank */
     tb__spec_numbers numbers[TB__SPEC_NUMBERS];
 } tb__spec_mesh;
 
@@ -63,6 +64,12 @@ typedef struct tb__spec_rule {
     tb__spec_form src_form, dst_form;
 } tb__spec_rule;
 
+/* A number, f32, that is no tensor of the source; every target rank has it. */
+typedef struct tb__spec_constant {
+    const char *name;
+    float value;
+} tb__spec_constant;
+
 typedef enum tb__spec_files { TB__SPEC_RANKS, TB__SPEC_HF, TB__SPEC_VLLM } tb__spec_files;
 
 typedef struct tb__spec {
@@ -72,6 +79,8 @@ typedef struct tb__spec {
     tb__spec_rule *tensors;
     size_t nrules;
     tb__spec_rule *rules;
+    size_t nconstants;
+    tb__spec_constant *constants;
     tb__index by_name; /* of tensors */
     tb__arena arena;
 } tb__spec;

@@ -203,13 +203,17 @@ static void wrong_specs(void **state) {
     check_wrong("{\"tensors\": {\"a\": {\"shape\": [4], \"dst\": \"S1\"}}}",
                 "tensors 'a': dst: mesh dim 0 shards dim 1");
     check_wrong("{\"tensors\": {\"a\": {\"match\": \"*\"}}}", "tensors 'a': 'match' is not known here");
+    check_wrong("{\"rules\": [], \"constants\": [1]}", "'constants' is not an object of names and numbers");
+    check_wrong("{\"rules\": [], \"constants\": {\"a\": \"1\"}}", "constants 'a': it has no number");
+    check_wrong("{\"rules\": [], \"constants\": {\"\": 1}}", "constants '': it has no name");
 }
 
 static void no_memory(void **state) {
     (void)state;
-    static const char text[] = "{\"src_mesh\": {\"mesh\": [2], \"ranks\": \"3,4\"}, \"tensors\": {\"a\": {\"src\": "
-                               "\"Explicit(0, 0-1; 1-2)\", \"dst\": {\"mesh\": [1], \"ranks\": [3]}}}, "
-                               "\"rules\": [{\"match\": \"*\", \"src\": [[\"BS\", 0, 2, 4]]}]}";
+    static const char text[] =
+        "{\"src_mesh\": {\"mesh\": [2], \"ranks\": \"3,4\"}, \"tensors\": {\"a\": {\"src\": "
+        "\"Explicit(0, 0-1; 1-2)\", \"dst\": {\"mesh\": [1], \"ranks\": [3]}}}, "
+        "\"rules\": [{\"match\": \"*\", \"src\": [[\"BS\", 0, 2, 4]]}], \"constants\": {\"c\": 1}}";
     tb__spec *spec = NULL;
     long n = 0;
     for (;; n++) {

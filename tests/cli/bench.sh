@@ -4,8 +4,8 @@
 . "$(dirname -- "$0")/ranks.sh"
 
 accepted bench --size 2MiB --rounds 1 --json
-lines 14
-for name in row_col row_col_hand foreign model replicate local small cast partial refit reshard_disk quant_mxfp8 \
+lines 16
+for name in row_col row_col_hand foreign model replicate local small cast partial refit reshard_disk reshard_vllm reshard_fp8 quant_mxfp8 \
     bus_model; do
     printed "^{\"name\":\"$name\",.*\"gb_per_s\":[0-9.]*,\"ratio\":[0-9.]*,\"against\":\".*,\"rounds\":1,\"at_least\":0"
 done
@@ -39,7 +39,7 @@ else
     printf 'not tested where the kernel does not tell PSS: extra memory\n'
 fi
 accepted bench --size 1MiB --rounds 1 --staged --json
-lines 14
+lines 16
 
 # without MPI and Python
 mkdir "$tmp/bin" || exit 1

@@ -1,4 +1,4 @@
-"""Tiny models of vLLM's families with random weights, made from configurations of transformers in code."""
+"""Tiny models of well-known families with random weights, made from configurations of transformers in code."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class
         "DeepseekV3Config",
         {**_MLA, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc"},
     ),
+    "Gemma": ("GemmaConfig", {"head_dim": 32}),
     "Gemma 2": ("Gemma2Config", {"head_dim": 32}),
     "Gemma 3": ("Gemma3TextConfig", {"head_dim": 32}),
     "Phi-3": ("Phi3Config", {"head_dim": 32}),
@@ -56,6 +57,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class
     "Granite": ("GraniteConfig", {}),
     "GLM-4": ("Glm4Config", {"head_dim": 32}),
 }
+
+# Those that `tensorbus spec` knows.
+DESCRIBED = [name for name in FAMILIES if name not in {"OLMoE", "Phi-3", "GPT-OSS", "Granite", "GLM-4"}]
 
 
 def make(family: str, folder: Path, seed: int) -> Path:
