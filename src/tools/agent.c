@@ -69,10 +69,7 @@ static tb_status choose_socket(const char *group, long rank, char *out, size_t r
         return tb__fail(TB_INVALID,
                         "--name '%.60s' can't be the name of a socket: it %s; choose another, or give --socket", group,
                         *group == '.' ? "begins with a dot" : "has a slash");
-    TB_TRY(tool_agents_folder(folder));
-    if (mkdir(folder, 0700) != 0 && errno != EEXIST)
-        return tb__fail(TB_IO, "can't make the folder %s: %s", folder, strerror(errno));
-    TB_TRY(tool_check_private(folder));
+    TB_TRY(tool_agents_make_folder(folder));
     int n = snprintf(out, room, "%s/%s-%ld.sock", folder, group, rank);
     return n > 0 && (size_t)n < room
                ? TB_OK

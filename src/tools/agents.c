@@ -27,7 +27,7 @@ tb_status tool_agents_folder(char out[TOOL_MAX_FOLDER]) {
     int n = runtime && *runtime ? snprintf(out, TOOL_MAX_FOLDER, "%s/tensorbus", runtime)
                                 : snprintf(out, TOOL_MAX_FOLDER, "/tmp/tensorbus-%u", (unsigned)geteuid());
     if (n < 0 || n >= TOOL_MAX_FOLDER)
-        return tb__fail(TB_INVALID, "XDG_RUNTIME_DIR is too long for a socket in it; give --socket");
+        return tb__fail(TB_INVALID, "XDG_RUNTIME_DIR is too long for a socket in it; unset it, or give --socket");
     return TB_OK;
 }
 
@@ -36,6 +36,13 @@ tb_status tool_check_private(const char *folder) {
     if (lstat(folder, &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0)
         return tb__fail(TB_DENIED, "the folder %s is not this user's alone; give --socket", folder);
     return TB_OK;
+}
+
+tb_status tool_agents_make_folder(char out[TOOL_MAX_FOLDER]) {
+    TB_TRY(tool_agents_folder(out));
+    if (mkdir(out, 0700) != 0 && errno != EEXIST)
+        return tb__fail(TB_IO, "can't make the folder %s: %s", out, strerror(errno));
+    return tool_check_private(out);
 }
 
 static int compare_views(const void *left, const void *right) {

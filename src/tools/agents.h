@@ -17,6 +17,8 @@ tb_status tool_read_token(const char *path, char out[TB__TOKEN_ROOM]);
 
 /* The folder that the system keeps for the user's sockets, or else a private one in /tmp. */
 tb_status tool_agents_folder(char out[TOOL_MAX_FOLDER]);
+/* The same, which is made if it is not there. */
+tb_status tool_agents_make_folder(char out[TOOL_MAX_FOLDER]);
 /* TB_DENIED unless it is this user's alone. */
 tb_status tool_check_private(const char *folder);
 

@@ -62,6 +62,7 @@ typedef struct launch {
     const char *store, *token_file; /* NULL: there is none */
     bool has_agents;
     tb__store_server *server;
+    char sockets[TOOL_MAX_FOLDER]; /* of agents: where `tensorbus status` and the like find them */
     char folder[64], url[128], token_path[PATH_MAX], self[PATH_MAX];
     sigset_t before; /* the signals that were blocked */
     TB_VEC(process) processes;
@@ -217,6 +218,26 @@ static tb_status start_agent(launch *l, const group *g, const char *index, const
     return start_process(l, true, label, words);
 }
 
+enum { SOCKET_ROOM = TOOL_MAX_FOLDER + 64 };
+
+static void name_socket(const launch *l, int g, int32_t index, const char *ending, char out[SOCKET_ROOM]) {
+    snprintf(out, SOCKET_ROOM, "%s/run-%d-%d-%" PRId32 ".sock%s", l->sockets, (int)getpid(), g, index, ending);
+}
+
+/* Those of agents that were killed are still there. */
+static void remove_sockets(const launch *l) {
+    static const char *const endings[] = {"", ".lock"};
+    char path[SOCKET_ROOM];
+    for (int g = 0; *l->sockets && g < l->ngroups; g++) {
+        for (int32_t i = 0; i < l->groups[g].size; i++) {
+            for (int k = 0; k < 2; k++) {
+                name_socket(l, g, i, endings[k], path);
+                unlink(path);
+            }
+        }
+    }
+}
+
 static tb_status start_all(launch *l) {
     put_variable(TB__CONFIG_STORE, l->url);
     put_variable(TB__CONFIG_TOKEN_FILE, l->token_file);
@@ -226,10 +247,10 @@ static tb_status start_all(launch *l) {
         put_variable(TB__CONFIG_GROUP, l->groups[g].name);
         put_variable(TB__CONFIG_SIZE, size);
         for (int32_t i = 0; i < l->groups[g].size; i++) {
-            char index[16], label[LABEL], socket[sizeof l->folder + 48];
+            char index[16], label[LABEL], socket[SOCKET_ROOM];
             snprintf(index, sizeof index, "%" PRId32, i);
             snprintf(label, sizeof label, "%s %s", l->groups[g].name, index);
-            snprintf(socket, sizeof socket, "%s/agent-%d-%s.sock", l->folder, g, index);
+            name_socket(l, g, i, "", socket);
             put_variable(TB__CONFIG_INDEX, index);
             put_variable(TB__CONFIG_AGENT, l->has_agents ? socket : NULL);
             if (l->has_agents)
@@ -248,6 +269,8 @@ static tb_status prepare(launch *l) {
         return tb__fail(TB_IO, "can't find this program: /proc/self/exe: %s", strerror(errno));
     if (l->token_file)
         TB_TRY(tool_read_token(l->token_file, token));
+    if (l->has_agents)
+        TB_TRY(tool_agents_make_folder(l->sockets));
     TB_TRY(tool_folder_make(l->folder, sizeof l->folder));
     if (l->store) {
         if ((size_t)snprintf(l->url, sizeof l->url, "%s", l->store) >= sizeof l->url)
@@ -422,6 +445,7 @@ static void fini(launch *l) {
     free(l->processes.item);
     tb__store_server_stop(l->server);
     tool_folder_remove(l->folder);
+    remove_sockets(l);
     free(l->names);
 }
 

@@ -5,7 +5,9 @@
 . "$(dirname -- "$0")/support.sh"
 
 TMPDIR=$tmp
-export TMPDIR
+XDG_RUNTIME_DIR=$tmp/runtime
+export TMPDIR XDG_RUNTIME_DIR
+mkdir -m 0700 "$XDG_RUNTIME_DIR"
 
 sorted() {
     sort "$out" >"$tmp/sorted" && mv "$tmp/sorted" "$out"
@@ -39,10 +41,29 @@ run run --no-agents --groups a=1 -- "$tmp/no/such/program"
 expect_status 127 'a program that is not there'
 grep -q "^\[a 0\] can't start .*/no/such/program: No such file" "$err" || fail "why is not said: $(cat "$err")"
 
+# Agents are where `tensorbus status` finds them, and leave nothing behind, killed ones neither.
+TB_STATUS="$TENSORBUS status --json" accepted run --groups a=2 -- sh -c '
+    while [ "$TENSORBUS_INDEX" = 1 ]; do
+        [ ! -e "$TMPDIR/found" ] || exit 0
+        sleep 0.1
+    done
+    until [ "$($TB_STATUS 2>"$TMPDIR/why" | grep -o "\"index\":[01],\"size\":2" | sort -u | wc -l)" -eq 2 ]; do
+        sleep 0.1
+    done
+    touch "$TMPDIR/found"'
+[ -z "$(ls -A "$XDG_RUNTIME_DIR/tensorbus")" ] || fail "left behind: $(ls -A "$XDG_RUNTIME_DIR/tensorbus")"
+run run --groups a=1 -- sh -c 'while [ ! -S "$TENSORBUS_AGENT" ]; do sleep 0.1; done
+    for child in $(cat "/proc/$PPID/task/$PPID/children"); do
+        tr "\0" " " <"/proc/$child/cmdline" | grep -q " agent " && kill -KILL "$child"
+    done
+    sleep 983'
+expect_status 137 'an agent that is killed'
+[ -z "$(ls -A "$XDG_RUNTIME_DIR/tensorbus")" ] || fail "left behind: $(ls -A "$XDG_RUNTIME_DIR/tensorbus")"
+
 # So does an agent that fails, with its reason; and what was started ends with this command, however that ends.
 run run --store "unix:$tmp/no/folder/store" --groups a=1 -- sleep 985
 expect_status 1 'an agent that fails'
-grep -q '^\[agent of a 0\] tensorbus agent: .*/no/folder' "$err" || fail "the agent's reason: $(cat "$err")"
+grep -q '^\[agent of a 0\] tensorbus agent: unix:.*/no/folder/store: the folder of this socket does not exist' "$err" || fail "the agent's reason: $(cat "$err")"
 grep -q 'run: agent of a 0 has ended with exit status' "$err" || fail "the agent's end: $(cat "$err")"
 "$TENSORBUS" run --groups a=1 -- sh -c 'echo $$ >"$0.new" && mv "$0.new" "$0" && exec sleep 984' "$tmp/program" \
     >"$out" 2>"$err" &

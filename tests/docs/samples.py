@@ -103,11 +103,11 @@ class Samples:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.places = {
-            "/run/tensorbus/": f"{folder}/run/", "/etc/tensorbus/": f"{folder}/etc/", "/tmp/tensorbus-": f"{folder}/run/",
+            "/run/tensorbus": f"{folder}/run", "/etc/tensorbus": f"{folder}/etc",
             "build/release/": f"{tool.resolve().parent}/", "tcp://node0:7000": f"tcp://127.0.0.1:{port}", "tcp://0.0.0.0:7000": f"tcp://127.0.0.1:{port}",
         }  # fmt: skip
-        for name in "run", "etc":
-            (folder / name).mkdir(mode=0o700)
+        (folder / "run").mkdir(mode=0o700)
+        self.environment["XDG_RUNTIME_DIR"] = f"{folder}/run"
 
     def placed(self, text: str) -> str:
         """With the places that a test may use."""

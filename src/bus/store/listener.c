@@ -32,6 +32,8 @@ static tb_status take_lock(const tb__address *address, int *out) {
     lock_path(address, path);
     for (;;) {
         int fd = tb__fd_own(open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+        if (fd < 0 && errno == ENOENT)
+            return tb__fail(TB_IO, "%s: the folder of this socket does not exist; make it first", address->url);
         if (fd < 0)
             return tb__fail(TB_IO, "%s: %s.lock: %s", address->url, address->path, tb__errno_text(errno));
         if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
