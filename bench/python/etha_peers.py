@@ -38,14 +38,15 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "python")]
 warnings.simplefilter("ignore")
 
-import tensorbus as tb  # noqa: E402
-import tensorbus.etha  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  # which DTensor imports in each process otherwise
 import torch.distributed as dist  # noqa: E402
-from tensorbus.etha import comm as our_comm  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+
+import tensorbus as tb  # noqa: E402
+import tensorbus.etha  # noqa: E402
+from tensorbus.etha import comm as our_comm  # noqa: E402
 
 
 def import_etha(checkout: str) -> Any:
@@ -60,7 +61,7 @@ def import_etha(checkout: str) -> Any:
     torch.cuda.Event = lambda **_: done  # type: ignore[assignment, misc]
     torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     init = dist.init_process_group
-    dist.init_process_group = lambda backend, **how: init("gloo", **how)  # type: ignore[assignment]
+    dist.init_process_group = lambda backend, **how: init("gloo", **how)  # type: ignore[assignment]  # noqa: ARG005
     return etha
 
 
@@ -100,7 +101,7 @@ def plan(rank: int, theirs: Any, nranks: int, tensors: int, rounds: int) -> None
         parts = [torch.empty(shape[0] // 8, shape[1], device="meta") for shape in shapes]
     places = ((Replicate(), Shard(0)), (Replicate(), Shard(1)))
     group_of = sys.modules["etha.comm.get_chunks"]
-    group_of.get_or_create_process_group = lambda ranks: None  # type: ignore[attr-defined]
+    group_of.get_or_create_process_group = lambda ranks: None  # type: ignore[attr-defined]  # noqa: ARG005
     is_measured = rank == nranks - 1
     counts = {}
     for name, comm in (("Etha", theirs), ("tensorbus", our_comm)):

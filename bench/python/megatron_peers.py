@@ -34,11 +34,12 @@ sys.path[:0] = [str(HERE.parents[1] / "python"), str(HERE.parents[1] / "python" 
 warnings.simplefilter("ignore")
 
 import megatron_models  # noqa: E402
-import tensorbus.megatron as tm  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core.resharding import planner as their_planner  # noqa: E402
 from megatron.core.resharding import refit as their_refit  # noqa: E402
+
+import tensorbus.megatron as tm  # noqa: E402
 from tensorbus.megatron import _planner  # noqa: E402
 
 # ---- Planning -------------------------------------------------------------------------------------------------------
@@ -127,7 +128,8 @@ def check_plans(theirs: Any, ours: Any) -> None:
         sizes: dict[str, int] = {}
         for op in plan.recv_ops:
             spans = [span.stop - span.start for span in op.my_slice if span.stop is not None]
-            sizes[op.param_name] = sizes.get(op.param_name, 0) + math.prod(spans) * 4096 ** op.my_slice.count(slice(None))
+            whole = 4096 ** op.my_slice.count(slice(None))
+            sizes[op.param_name] = sizes.get(op.param_name, 0) + math.prod(spans) * whole
         written.append(sizes)
     assert written[0].keys() == written[1].keys()
     assert all(written[0][name] == written[1][name] for name in written[0]), "the plans differ"

@@ -410,7 +410,9 @@ typedef struct tb_batch_opts {
                                again as the tensors have. The transfer goes on until it is committed, and must not be
                                destroyed before */
     /* How names are matched, as in tb_match_opts. Values given by any rank of either side hold for all. */
-    const tb_tie *ties; /* a target that the sending side lacks takes the tensor of a name that is tied to its own */
+    const tb_tie *ties; /* a target that the sending side lacks takes the tensor of a name that is tied to its own. A
+                         * tensor that the receiving side lacks because of a tie is not sent: transfers fail with
+                         * TB_CONFLICT, by name, unless a rank of the sending side has declared that tie, too */
     size_t nties;
     const char *const *ignored; /* patterns for names that may be on one side only; those tensors stay as they are */
     size_t nignored;
@@ -563,12 +565,13 @@ TB_API tb_status tb_call_register(tb_batch *batch, int timeout_ms, tb_call **out
 /* Readable once the call has ended. Valid until the call is destroyed. */
 TB_API int tb_call_fd(const tb_call *call);
 
-/* The status of a call that has ended, and its error message; TB_TIMEOUT if it has not ended. *out gets the tb_world or
- * the tb_pair, which then belongs to the caller, and NULL the next time; it may be NULL for a registration. */
+/* The status of a call that has ended, and its error message; TB_TIMEOUT if it has not ended. *out gets the tb_world,
+ * the tb_pair or the tb_transfer, which then belongs to the caller, and NULL the next time; it may be NULL for a
+ * registration. */
 TB_API tb_status tb_call_result(tb_call *call, void **out);
 
-/* Cancels a call that is under way, and destroys its result if the program has not taken it. Pairs and registrations
- * have ended when this returns, and can be tried again. A join may go on in the background until its deadline, and
+/* Cancels a call that is under way, and destroys its result if the program has not taken it. All but a join have ended
+ * when this returns, and can be tried again. A join may go on in the background until its deadline, and
  * leaves again if it succeeds. NULL is allowed. */
 TB_API void tb_call_destroy(tb_call *call);
 
@@ -602,8 +605,7 @@ typedef struct tb_transfer_state {
     size_t size;
     tb_status status; /* TB_OK while it is under way and after it succeeded */
     unsigned events;  /* the tb_events that have happened */
-    uint64_t attempt; /* the number its senders gave it; 0: they have not begun. A receive that was cancelled before
-                       * they began has the number that they will skip */
+    uint64_t attempt; /* the number its senders gave it; 0: they have not begun */
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
     double seconds; /* since it began, until it ended */
@@ -658,7 +660,8 @@ typedef struct tb_transfer_opts {
  * The senders' calls match by number: a rank's fifth with the others' fifth. A sender that calls after the
  * others, or the receivers, have given up its transfer fails at once with their reason, so that its data does
  * not get into the next one. A receiver that calls then waits for the next one. So a call that was cancelled, or
- * whose deadline has passed, returns when all ranks know of it; it waits a second for ranks that do not answer.
+ * whose deadline has passed, returns when all ranks know of it; it waits a second for ranks that do not answer. A
+ * receive that ends in these ways before its senders have begun is as if it had not been called.
  *
  * With TB_SHADOW a rank that has all its data can't abort alone: a deadline, tb_cancel or a loss then makes it
  * ask the store, and the group may have committed. A rank that gets no answer before its deadline, or in a few
@@ -668,6 +671,10 @@ typedef struct tb_transfer_opts {
  * the outcome; if the version was committed, that call copies it into the tensors, without holding it back. */
 TB_API tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
+
+/* Calls by a descriptor that register the batch if it is not, and have ended when the transfer has begun. */
+TB_API tb_status tb_call_send(tb_batch *batch, const tb_transfer_opts *opts, tb_call **out);
+TB_API tb_status tb_call_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_call **out);
 
 /* Waits for one event, or for the failure of the transfer, whose status it returns. After `timeout_ms` (0: does not
  * wait; negative: the transfer's own deadline) returns TB_TIMEOUT, and the transfer goes on. */
@@ -703,7 +710,8 @@ TB_API tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pa
 TB_API int tb_transfer_fd(const tb_transfer *transfer);
 
 /* Ends the transfer with TB_CANCELLED, here and at its peers. When this returns, its tensors are not read or written
- * any more, and the peers know that it has ended. Does nothing to a transfer that has ended. */
+ * any more, and the peers know that it has ended. A receive whose senders have not begun ends here only: what they send
+ * then is for the next one. Does nothing to a transfer that has ended. */
 TB_API void tb_cancel(tb_transfer *transfer);
 
 /* Cancels the transfer if it is under way. */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class Batch(Handle):
         self._gpu: str | None = None  # the first device of the tensors that is one
         self._to_look_at: list[tuple[str, _tensors.View]] = []  # tensors that are checked before every transfer
         self._is_registered = False
+        self._sent = 0  # the number of the last send that was committed, of those that are closed
         self._transfers: dict[bool, Transfer] = {}  # by is_send
         self._watches: list[tuple[Pair, _module.Watch]] = []  # of modules, which look at their tensors again
 
@@ -347,8 +349,14 @@ class Batch(Handle):
 
     @property
     def version(self) -> int:
-        """The number of the last transfer that was completed into the tensors of all pairs; 0: none."""
-        return self.state().version
+        """The number of the last version that is in the tensors of all pairs; 0: none.
+
+        A process that only sends has the number of the last version that all receivers have.
+        """
+        if (received := self.state().version) > 0:
+            return received
+        sent = self._transfers.get(True)
+        return self._sent if sent is None else max(self._sent, sent.version)
 
     @property
     def is_torn(self) -> bool:
@@ -392,16 +400,17 @@ class Batch(Handle):
         question = _values.integer("question", question, 1, 2**64 - 1)
         c_group = _values.optional_text("group", group)
         deadline = Deadline(30.0 if timeout is None else _values.milliseconds("timeout", timeout) / 1000)
-        while True:
+        for nlooks in itertools.count():
             left = deadline.left
             try:
-                with self._use() as batch:  # for a while at a time, so that signals are handled
+                with self._use(nlooks > 0) as batch:  # for a while at a time, so that signals are handled
                     milliseconds = 50 if left is None else min(50, int(left * 1000) + 1)
                     lib.tb_batch_signal(batch, c_group, question, milliseconds, byref(out))
-                return out.value
+                break
             except Timeout:
                 if deadline.is_over:
                     raise
+        return out.value
 
     # -- Transfers --
 
@@ -420,6 +429,8 @@ class Batch(Handle):
         "released": the tensors may change again. "committed": all receivers have the version. With ``wait=None`` it
         returns at once, with the transfer. ``timeout`` is for the whole transfer. Tensors on a GPU are read after the
         work on ``stream``, a handle; by default, PyTorch's current one.
+
+        The first transfer registers a batch that has not been; with ``wait=None``, that is awaited with the transfer.
         """
         return self._transfer(True, timeout, wait, group, skip_lost, False, whole_group, stream)
 
@@ -476,6 +487,8 @@ class Batch(Handle):
         if len(targets) > 1:
             raise Refused(f"batch '{self.name}' is received as the groups {', '.join(map(repr, sorted(targets)))}")
         begun: list[Transfer] = []
+        if not self._is_registered:
+            self.register(timeout)
         try:
             for target in targets:
                 begun.append(self._transfer(False, timeout, None, target, skip_lost, False, whole_group, stream))
@@ -509,9 +522,10 @@ class Batch(Handle):
             self._look_again(is_send)
         if (before := self._transfers.get(is_send)) is not None:
             before._finish()
+            before._check_begun()
         moved = self._follow([(pair, each) for pair, watch in self._watches for each in watch.look(is_send)])
         handle = self._stream(stream)
-        if not self._is_registered:
+        if not self._is_registered and event is not None:
             self.register(timeout)
         if handle is not None:
             opts = tb_transfer_opts.from_buffer_copy(opts)
@@ -526,9 +540,12 @@ class Batch(Handle):
             with self._lock:
                 batch = self._get()
                 self._transfers[is_send] = transfer  # before it begins: it is never lost, whatever interrupts this
-                (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
+                if self._is_registered:
+                    (lib.tb_send if is_send else lib.tb_recv)(batch, byref(opts), byref(transfer._handle))
+                else:
+                    transfer._begin_by_call(opts)
             if event is not None:
-                transfer._wait(event)
+                transfer._wait(event, again=True)
         except BaseException:
             transfer.close()
             raise

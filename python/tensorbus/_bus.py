@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import weakref
@@ -150,9 +151,11 @@ class Bus(Handle):
                 failures.append(error)
 
         with self._use() as world:
-            thread = finish_apart(self, body)
-            while thread.is_alive():
-                thread.join(0.2)  # signals are handled
+            thread = finish_apart(self, body)  # the world is not destroyed before it has ended
+        while thread.is_alive():
+            thread.join(0.2)  # signals are handled
+            if self.is_closed and thread.is_alive():
+                raise self._closed_meanwhile()
         for failure in failures:
             raise failure
 
@@ -194,10 +197,10 @@ class Bus(Handle):
         """
         c_group = _values.text("group", group)
         deadline = Deadline(self._timeout if timeout is None else _values.milliseconds("timeout", timeout) / 1000)
-        while True:
+        for nlooks in itertools.count():
             left = deadline.left or 0.0
             try:
-                with self._use() as world:  # for a while at a time, so that signals are handled
+                with self._use(nlooks > 0) as world:  # for a while at a time, so that signals are handled
                     lib.tb_world_wait(world, c_group, min(50, int(left * 1000) + 1))
                 return
             except Timeout:

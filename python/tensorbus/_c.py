@@ -573,6 +573,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tb_call_join": (tb_status, c_char_p, c_char_p, c_int32, c_int32, POINTER(tb_world_opts), _OUT),
     "tb_call_pair": (tb_status, c_void_p, c_char_p, c_char_p, c_char_p, POINTER(tb_pair_opts), _OUT),
     "tb_call_register": (tb_status, c_void_p, c_int, _OUT),
+    "tb_call_send": (tb_status, c_void_p, POINTER(tb_transfer_opts), _OUT),
+    "tb_call_recv": (tb_status, c_void_p, POINTER(tb_transfer_opts), _OUT),
     "tb_call_fd": (c_int, c_void_p),
     "tb_call_result": (tb_status, c_void_p, _OUT),
     "tb_call_destroy": (None, c_void_p),

@@ -40,7 +40,7 @@ class Call(Handle, Generic[_T]):
         self._out = None if out is None else byref(out)
         self._begin, self._arguments = begin, arguments
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Begins it, where whatever interrupts that gives it up."""
         if self._owner is None:
             self._begin(*self._arguments, byref(self._handle))
@@ -49,7 +49,7 @@ class Call(Handle, Generic[_T]):
             self._owner._calls.append(self)
             self._begin(owner, *self._arguments, byref(self._handle))
 
-    def _look(self) -> int:
+    def look(self) -> int:
         """-1 if it has ended well; raises its failure; else the descriptor."""
         if self.is_closed:
             raise Cancelled(f"{self._what} was given up: {self._owner!r} was closed")
@@ -64,8 +64,8 @@ class Call(Handle, Generic[_T]):
     def wait(self, sleep: Callable[[int], object] = sleep_until_readable) -> _T:
         """Waits until it has ended, by its own deadline at the latest. ``sleep`` is given the descriptor each time."""
         with self._giving_up():
-            self._start()
-            while (fd := self._look()) >= 0:
+            self.start()
+            while (fd := self.look()) >= 0:
                 sleep(fd)
         return self._result
 
@@ -74,8 +74,8 @@ class Call(Handle, Generic[_T]):
 
     async def _await(self) -> _T:
         with self._giving_up():
-            self._start()
-            while (fd := self._look()) >= 0:
+            self.start()
+            while (fd := self.look()) >= 0:
                 await readable(fd)
         return self._result
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from ctypes import byref, c_int64
+from ctypes import byref, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 from . import _ir, _slices, _tensors, _values
@@ -22,6 +23,8 @@ class CopyService(Handle):
         super().__init__(f"copy service of group '{group}'")
         self._bus, self._size = bus, size
         self._held: list[_tensors.View] = []  # of what was submitted: borrowed until the run returns
+        self._runs = threading.Lock()  # one at a time
+        self._running: tuple[c_void_p, threading.Event] | None = None  # the call of a run, and its end
 
     def submit_send(self, tensor: Any, dest: int, task_id: int | None = None) -> None:
         """Adds an operation to the next run: a tensor, or a list of them, for rank ``dest`` of the group.
@@ -56,16 +59,39 @@ class CopyService(Handle):
         timeout_ms = _values.milliseconds("timeout", timeout)
         self._run(lambda copy: lib.tb_copy_run(copy, timeout_ms))
 
-    def _run(self, call: Callable[[Any], object]) -> None:
+    def _run(self, call: Callable[[Any], object], is_interruptible: bool = True) -> None:
         """Makes a call that runs what was submitted, too."""
-        with self._use() as copy:
+
+        def body() -> None:
+            ended = threading.Event()
+            with self._use(again=True) as copy:
+                self._running = copy, ended
             try:
-                for view in self._held:
-                    if view.look_again is not None:
-                        view.look_again()
-                make_interruptible(lambda: call(copy), lambda: lib.tb_copy_cancel(copy))
+                call(copy)
+            finally:
+                with self._lock:
+                    self._running = None
+                ended.set()
+
+        self._check_ours()
+        with self._runs:
+            try:
+                with self._use():
+                    for view in self._held:
+                        if view.look_again is not None:
+                            view.look_again()
+                make_interruptible(body, self._cancel) if is_interruptible else body()
             finally:
                 self._held.clear()
+
+    def _cancel(self) -> threading.Event | None:
+        """Ends the run that is under way; the result is set when it has. None: there is none."""
+        with self._lock:
+            if self._running is None:
+                return None
+            copy, ended = self._running
+            lib.tb_copy_cancel(copy)
+            return ended
 
     def execute(
         self,
@@ -106,8 +132,7 @@ class CopyService(Handle):
         opts = tb_ir_execute_opts(timeout_ms=_values.milliseconds("timeout", timeout))
         if progress is not None:
             opts.progress = type(opts.progress)(lambda _arg, bucket, step: progress(bucket, tb_bucket_step(step)))
-        with self._use() as copy:
-            lib.tb_ir_execute(copy, ir._pointer, bound, byref(opts))
+        self._run(lambda copy: lib.tb_ir_execute(copy, ir._pointer, bound, byref(opts)), is_interruptible=False)
 
     def execute_plan(
         self,
@@ -138,8 +163,13 @@ class CopyService(Handle):
         return plan.result
 
     def close(self) -> None:
-        """Gives it up; runs that need this rank fail from then on. Closing the bus does this first."""
+        """Gives it up, and cancels a run of another thread; runs that need this rank fail from then on.
+
+        Closing the bus does this first.
+        """
         if self._take():
+            while (ended := self._cancel()) is not None:
+                ended.wait(0.01)
             self._destroy_taken(lib.tb_copy_close)
             self._held.clear()
         if self in self._bus._services:

@@ -15,7 +15,7 @@ from ctypes import c_void_p
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ._errors import Invalid, Refused
+from ._errors import Cancelled, Invalid, Refused
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -75,18 +75,21 @@ class Handle:
                 "start children by spawn"
             )
 
-    def _get(self) -> c_void_p:
-        """The handle. With the lock held."""
+    def _get(self, again: bool = False) -> c_void_p:
+        """The handle. With the lock held. ``again``: a wait had it before, and it may have been closed meanwhile."""
         if not self._handle:
-            raise Invalid(f"{self._what} is closed")
+            raise self._closed_meanwhile() if again else Invalid(f"{self._what} is closed")
         return self._handle
 
+    def _closed_meanwhile(self) -> Cancelled:
+        return Cancelled(f"{self._what} was closed while a call waited for it")
+
     @contextmanager
-    def _use(self) -> Iterator[c_void_p]:
+    def _use(self, again: bool = False) -> Iterator[c_void_p]:
         """The handle, for a call. Where microseconds count, callers do the same by hand."""
         self._check_ours()
         with self._lock:
-            yield self._get()
+            yield self._get(again)
 
     def _take(self) -> bool:
         """From now on nobody gets the handle. Whether it is still to be destroyed.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import select
 from collections.abc import Callable, Generator
 from ctypes import byref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _module, _values
-from ._c import declare, lib, tb_event, tb_phase, tb_status, tb_transfer_state
-from ._errors import Error, Timeout, make
+from ._c import declare, lib, tb_event, tb_phase, tb_status, tb_transfer_opts, tb_transfer_state
+from ._call import Call
+from ._errors import Cancelled, Error, Refused, Timeout, make
 from ._handle import Deadline, Handle, readable, sleep_until_readable
 
 if TYPE_CHECKING:
@@ -43,7 +46,10 @@ class TransferState:
 def _read_state(call: Callable[[Any], None]) -> TransferState:
     s = tb_transfer_state()
     call(byref(s))
-    failure = make(s.status, lib.tb_error_detail().decode("utf-8", "replace")) if s.status else None
+    return _make_state(s, make(s.status, lib.tb_error_detail().decode("utf-8", "replace")) if s.status else None)
+
+
+def _make_state(s: tb_transfer_state, failure: Error | None) -> TransferState:
     return TransferState(
         status=failure.status if failure else "ok",
         sentence=str(failure) if failure else "",
@@ -71,10 +77,62 @@ class Transfer(Handle):
         self._batch = batch
         self.is_send = is_send
         self._default_event = "released" if is_send else "committed"
+        self._call: Call[Transfer] | None = None  # that registers the batch first, and then begins this
+        self._poll: select.epoll | None = None  # of what fileno() has returned meanwhile
         self._is_committed = False  # somebody has waited for that
         self._moved: list[_module.Moved] = []  # parameters that a receive is still to be copied to
         self._stream: int | None = None  # on which that is done
         self._lands_at = tb_event.TB_ARRIVED if batch.commit == "in_place" else tb_event.TB_COMMITTED
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return not self._handle and self._call is None
+
+    def _begin_by_call(self, opts: tb_transfer_opts) -> None:
+        """Has the batch registered, and begins then."""
+
+        def done() -> None:
+            self._batch._is_registered = True
+
+        begin = lib.tb_call_send if self.is_send else lib.tb_call_recv
+        self._call = Call(self._what, self._batch, self, self._handle, done, begin, byref(opts))
+        self._call.start()
+
+    def _begin_fd(self) -> int:
+        """-1: it has begun; raises why it can't; else what to poll until then."""
+        if self._call is None:
+            return -1
+        with self._lock:
+            call = self._call
+            if call is None:
+                return -1
+            if not self._handle:
+                if call.is_closed:
+                    raise Cancelled(f"{self._what} was cancelled")
+                if (fd := call.look()) >= 0:
+                    return fd
+            if self._poll is not None:
+                self._poll.register(lib.tb_transfer_fd(self._handle), select.EPOLLIN)
+            call.close()
+            self._call = None
+            return -1
+
+    def _check_begun(self) -> None:
+        if self._call is not None:
+            raise Refused(
+                f"{self._batch._what} is already being {'sent' if self.is_send else 'received'}; close that transfer "
+                "first"
+            )
+
+    def _await_begun(self, deadline: Deadline) -> None:
+        while (fd := self._begin_fd()) >= 0:
+            if deadline.is_over:
+                raise self._not_begun()
+            sleep_until_readable(fd, deadline.left)
+
+    def _not_begun(self) -> Timeout:
+        return Timeout(f"{self._what} has not begun: the batch is still being registered")
 
     def _land(self) -> None:
         """Copies what has arrived in the memory that was registered to where the program has the tensors now."""
@@ -89,11 +147,13 @@ class Transfer(Handle):
             except Error:
                 pass  # it has failed, as its waits say
 
-    def _look(self, event: int, milliseconds: int = 0) -> tuple[Timeout | None, int]:
+    def _look(self, event: int, milliseconds: int = 0, again: bool = False) -> tuple[Timeout | None, int]:
         """None if the event has come; raises the transfer's failure; else why it has not, and what to poll."""
         self._check_ours()
         with self._lock:
-            transfer = self._get()
+            if self._call is not None and (fd := self._begin_fd()) >= 0:
+                return self._not_begun(), fd
+            transfer = self._get(again)
             status = _look(transfer, event, milliseconds)
             if status == 0:
                 self._is_committed |= event == tb_event.TB_COMMITTED
@@ -118,9 +178,9 @@ class Transfer(Handle):
         number = _values.choice("event", self._default_event if event is None else event, EVENTS)
         self._wait(number, None if timeout is None else _values.milliseconds("timeout", timeout))
 
-    def _wait(self, event: int, timeout_ms: int | None = None) -> None:
+    def _wait(self, event: int, timeout_ms: int | None = None, again: bool = False) -> None:
         # Most end at once: that is waited for in the library, which takes less than to poll.
-        missing, fd = self._look(event, _AT_ONCE_MS if timeout_ms is None else min(_AT_ONCE_MS, timeout_ms))
+        missing, fd = self._look(event, _AT_ONCE_MS if timeout_ms is None else min(_AT_ONCE_MS, timeout_ms), again)
         if missing is None:
             return
         deadline = Deadline(None if timeout_ms is None else timeout_ms / 1000)
@@ -128,18 +188,17 @@ class Transfer(Handle):
             if deadline.is_over:
                 raise Timeout(str(missing).replace("after 0 ms", f"after {timeout_ms} ms"))
             sleep_until_readable(fd, deadline.left)
-            missing, fd = self._look(event)
+            missing, fd = self._look(event, again=True)
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._await_event(EVENTS[self._default_event]).__await__()
 
     async def _await_event(self, number: int) -> None:
         try:
-            while True:
-                missing, fd = self._look(number)
-                if missing is None:
-                    return
+            missing, fd = self._look(number)
+            while missing is not None:
                 await readable(fd)
+                missing, fd = self._look(number, again=True)
         except asyncio.CancelledError:
             self.close()
             raise
@@ -157,6 +216,7 @@ class Transfer(Handle):
         if handle is None or self._moved:
             self.wait(name)
             return
+        self._await_begun(Deadline(None))
         with self._use() as transfer:
             lib.tb_stream_wait(transfer, number, byref(handle))
 
@@ -164,9 +224,10 @@ class Transfer(Handle):
         """Waits until the tensors of this group have arrived."""
         group = _values.integer("group", group, 0, 2**32 - 2)
         deadline = Deadline(None if timeout is None else _values.milliseconds("timeout", timeout) / 1000)
-        while True:
+        self._await_begun(deadline)
+        for nlooks in itertools.count():
             left = deadline.left
-            with self._use() as transfer:
+            with self._use(nlooks > 0) as transfer:
                 try:
                     lib.tb_wait_group(transfer, group, 50 if left is None else min(50, int(left * 1000)))
                     if self._moved and group == 0 and self._lands_at == tb_event.TB_ARRIVED:
@@ -180,11 +241,18 @@ class Transfer(Handle):
 
     def proceed(self) -> None:
         """Lets a receive with ``hold`` change the tensors, now or as soon as it is decided."""
+        self._await_begun(Deadline(None))
         with self._use() as transfer:
             lib.tb_proceed(transfer)
 
     def state(self, pair: Pair | None = None) -> TransferState:
         """How far it is, or what has become of one pair's part."""
+        if self._call is not None:
+            try:
+                if self._begin_fd() >= 0:
+                    return _make_state(tb_transfer_state(), None)
+            except Error as failure:
+                return _make_state(tb_transfer_state(), failure)
         with self._use() as transfer:
             if pair is None:
                 return _read_state(lambda out: lib.tb_transfer_query(transfer, out))
@@ -198,17 +266,36 @@ class Transfer(Handle):
 
     def fileno(self) -> int:
         """A descriptor that is readable when something has come about that no wait has seen; for select and poll."""
+        if self._poll is None and (begins := self._begin_fd()) >= 0:
+            self._poll = select.epoll()  # one descriptor for both: before it begins, and after
+            self._poll.register(begins, select.EPOLLIN)
+        if self._poll is not None:
+            return self._poll.fileno()
         with self._use() as transfer:
             fd: int = lib.tb_transfer_fd(transfer)
         return fd
 
     def cancel(self) -> None:
-        """Ends it, here and at its peers; the tensors are not used any more when this returns."""
+        """Ends it, here and at its peers; the tensors are not used any more when this returns.
+
+        A receive whose senders have not begun ends here only: the next one receives what they send then.
+        """
+        if self._call is not None and self._begin_fd() >= 0:
+            self._call.close()
+            return
         with self._use() as transfer:
             lib.tb_cancel(transfer)
 
     def _finish(self, cancels: bool = False) -> None:
         """Closes a transfer that has ended. A send whose tensors are released has still to be read by its receivers."""
+        if self._call is not None and not self._is_inherited:
+            try:
+                if self._begin_fd() >= 0:
+                    if cancels:
+                        self.close()
+                    return
+            except Error:
+                self.close()  # it has never begun
         if not self._is_inherited:
             self._land_if_done()
         if self.is_closed or self._is_inherited:
@@ -231,8 +318,24 @@ class Transfer(Handle):
             return  # the next one is refused, by name
         self.close()
 
+    def _keep_version(self) -> None:
+        """So that the batch knows the last version it sent."""
+        if not self.is_send or self._is_inherited:
+            return
+        with self._lock:
+            if self._handle:
+                state = tb_transfer_state()
+                lib.tb_transfer_query(self._handle, byref(state))
+                self._batch._sent = max(self._batch._sent, state.version)
+
     def close(self) -> None:
         """Gives it up: cancels it if it is under way."""
+        if (call := self._call) is not None:
+            call.close()
+            self._call = None
+        if self._poll is not None:
+            self._poll.close()
+        self._keep_version()
         if self._take():
             self._destroy_taken(lib.tb_transfer_destroy)
         if self._batch._transfers.get(self.is_send) is self:

@@ -59,7 +59,7 @@ def interrupted(seat: Seat) -> None:
                 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
                 with pytest.raises(KeyboardInterrupt):
                     service.run(timeout=20.0)
-                assert time.monotonic() - begun < 10
+                assert time.monotonic() - begun < 2
                 assert (x == -1).all()
                 service.submit_recv(x, 1)
             seat.meet()

@@ -1,5 +1,6 @@
 /* Calls that wait, made by a thread: the caller waits for a descriptor. */
 #include "base/descriptors.h"
+#include "base/int.h"
 #include "base/mem.h"
 #include "base/opts.h"
 #include "base/process.h"
@@ -31,6 +32,8 @@ struct tb_call {
     int timeout_ms;
     tb_world_opts world_opts;
     tb_pair_opts pair_opts;
+    tb_transfer_opts transfer_opts;
+    const void *stream; /* the handle that transfer_opts points to */
 };
 
 static void free_call(tb_call *call) {
@@ -160,6 +163,52 @@ tb_status tb_call_register(tb_batch *batch, int timeout_ms, tb_call **out) {
     TB_TRY(new_call(run_register, NULL, batch, "batch", &call));
     call->timeout_ms = timeout_ms;
     return start(call, TB_OK, out);
+}
+
+/* ---- Transfers ------------------------------------------------------------------------------------------------- */
+
+static tb_status run_transfer(tb_call *call, bool is_send) {
+    int64_t begun_ms = tb__now_ms();
+    tb_transfer_opts *o = &call->transfer_opts;
+    TB_TRY(call->object->ops->batch_register((tb_batch *)call->object, o->timeout_ms, &call->cancelled));
+    if (o->timeout_ms > 0) /* it is for both */
+        o->timeout_ms = (int)tb__max64(o->timeout_ms - (tb__now_ms() - begun_ms), 1);
+    return (is_send ? tb_send : tb_recv)((tb_batch *)call->object, o, (tb_transfer **)&call->made);
+}
+
+static tb_status run_send(tb_call *call) {
+    return run_transfer(call, true);
+}
+
+static tb_status run_recv(tb_call *call) {
+    return run_transfer(call, false);
+}
+
+static void drop_transfer(tb_call *call) {
+    tb_transfer_destroy(call->made);
+}
+
+static tb_status begin_by_call(tb_status (*run)(tb_call *call), tb_batch *batch, const tb_transfer_opts *opts,
+                               tb_call **out) {
+    tb_transfer_opts o;
+    tb_call *call;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    if (o.timeout_ms < 0)
+        return tb__fail(TB_INVALID, "timeout_ms can't be negative");
+    TB_TRY(new_call(run, drop_transfer, batch, "batch", &call));
+    if (o.stream)
+        memcpy(&call->stream, o.stream, sizeof call->stream);
+    o.stream = o.stream ? &call->stream : NULL;
+    call->transfer_opts = o;
+    return start(call, copy_text(call, &call->transfer_opts.group) ? TB_OK : TB_NO_MEMORY, out);
+}
+
+tb_status tb_call_send(tb_batch *batch, const tb_transfer_opts *opts, tb_call **out) {
+    return begin_by_call(run_send, batch, opts, out);
+}
+
+tb_status tb_call_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_call **out) {
+    return begin_by_call(run_recv, batch, opts, out);
 }
 
 /* ---- All of them ----------------------------------------------------------------------------------------------- */

@@ -98,10 +98,34 @@ static void pair_and_register(rank *r, tb_world *world) {
         destroy_at_once(call);
     }
     meet(r);
+    tb_transfer_opts opts = {.size = sizeof opts, .group = is_a(r) ? "a" : "b", .timeout_ms = PATIENCE_MS};
+    tb_status (*begin)(tb_batch *, const tb_transfer_opts *, tb_call **) = is_a(r) ? tb_call_send : tb_call_recv;
+    if (is_a(r)) { /* nobody else is there to register it */
+        check_ok(begin(batch, &opts, &call));
+        is_waiting(call);
+        destroy_at_once(call);
+    }
+    meet(r);
+    data[0][3] = data[1][0] = is_a(r) ? 5 : 0;
+    check_ok(begin(batch, &opts, &call));
+    check_ok(end_call(call, &made));
+    tb_call_destroy(call);
+    t = made;
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    check(data[0][3] == 5 && data[1][0] == 5);
+    tb_transfer_destroy(t);
+    meet(r);
+    check_ok(begin(batch, &opts, &call)); /* nobody takes the transfer: it is cancelled, and the next one succeeds */
+    check_ok(end_call(call, NULL));
+    meet(r);
+    tb_call_destroy(call);
+    meet(r);
+    opts.timeout_ms = -1;
+    check_fails(begin(batch, &opts, &call), TB_INVALID, "can't be negative");
+
     check_ok(tb_call_register(batch, 0, &call));
     check_ok(end_call(call, NULL));
     tb_call_destroy(call);
-
     data[0][3] = data[1][0] = is_a(r) ? 7 : 0;
     check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
     check_ok(tb_wait(t, TB_COMMITTED, -1));

@@ -336,6 +336,7 @@ void tb__exchange_destroy(tb__exchange *exchange) {
             tb__convert_destroy(exchange->converts[side]);
         }
         free(exchange->received[side].item);
+        free(exchange->lost_ties[side]);
         exchange_side_fini(&exchange->sides[side]);
     }
     for (size_t i = 0; i < exchange->layouts.count; i++)

@@ -132,6 +132,7 @@ struct tb__exchange {
     layouts; /* each once */
     tb__index by_text;
     tb__flow *flows[2];                           /* by sending side */
+    char *lost_ties[2];                           /* likewise: why nothing may be sent; NULL: it may */
     tb__engine_part receives[2];                  /* likewise */
     tb__encoded_shadows shadows[2];               /* likewise */
     tb__convert *converts[2];                     /* of the flows; NULL: nothing is converted */

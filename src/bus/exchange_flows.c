@@ -51,22 +51,24 @@ static tb_status add_seat_ties(matching *m, const tb_tie *tie, int32_t nseats) {
     return TB_OK;
 }
 
+static tb_status is_name_ignored(const matching *m, const char *name, bool *out) {
+    *out = false;
+    for (size_t i = 0; i < m->ignored.count && !*out; i++) {
+        tb__pattern pattern;
+        tb__capture unused[TB__CAPTURES];
+        TB_TRY(tb__pattern_init(&pattern, m->ignored.item[i]));
+        *out = tb__pattern_match(&pattern, name, unused);
+        tb__pattern_fini(&pattern);
+    }
+    return TB_OK;
+}
+
 /* Whether one of the patterns is for the tensor of this name without its seat. */
 static tb_status is_seat_ignored(const matching *m, const char *name, bool *out) {
     char *bare = tb__strdup(name), *seat = bare ? strrchr(bare, '@') : NULL;
-    tb_status status = bare ? TB_OK : TB_NO_MEMORY;
-    *out = false;
     if (seat)
         *seat = '\0';
-    for (size_t i = 0; i < m->ignored.count && status == TB_OK && !*out; i++) {
-        tb__pattern pattern;
-        tb__capture unused[TB__CAPTURES];
-        status = tb__pattern_init(&pattern, m->ignored.item[i]);
-        if (status != TB_OK)
-            break;
-        *out = tb__pattern_match(&pattern, bare, unused);
-        tb__pattern_fini(&pattern);
-    }
+    tb_status status = bare ? is_name_ignored(m, bare, out) : TB_NO_MEMORY;
     free(bare);
     return status;
 }
@@ -160,6 +162,61 @@ static tb_status match_tensors(const tb__exchange *exchange, int src, const matc
             check_shapes(exchange, src, from->tensors.item[out->source[i]].desc, to->tensors.item[out->target[i]].desc);
     if (status != TB_OK)
         tb_match_fini(out);
+    return status;
+}
+
+/* Whether the side has declared a tie of the tensor; `length` is that of its name. */
+static bool has_declared_tie(const tb__exchange_side *side, const char *name, size_t length) {
+    for (size_t i = 0; i < side->used.count; i++) {
+        const tb__tensor_list *list = side->used.item[i];
+        for (size_t k = 0; k < list->ties.count; k++) {
+            const char *ends[] = {list->ties.item[k].name, list->ties.item[k].canonical};
+            for (int e = 0; e < 2; e++) {
+                if (strlen(ends[e]) == length && memcmp(ends[e], name, length) == 0)
+                    return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* The name that a tensor of this name is tied to; NULL: none. */
+static const char *find_tied_name(const matching *m, const char *name) {
+    for (size_t i = 0; i < m->ties.count; i++) {
+        if (strcmp(m->ties.item[i].name, name) == 0)
+            return m->ties.item[i].canonical;
+        if (strcmp(m->ties.item[i].canonical, name) == 0)
+            return m->ties.item[i].name;
+    }
+    return NULL;
+}
+
+/* A source that is not sent, because the other side has it tied to another. Both sources may have other values, which
+ * only their own side can know: unless it has declared the tie, too, this direction can't be used. */
+static tb_status find_lost_tie(tb__exchange *exchange, int src, const matching *m, const tb_match *pairs) {
+    const tb__exchange_side *from = &exchange->sides[src];
+    const tb__pair_side *sides = exchange->pair->sides;
+    bool *is_sent = tb__calloc(from->tensors.count, sizeof *is_sent), is_ignored = false;
+    tb_status status = is_sent ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < pairs->nmatched && status == TB_OK; i++)
+        is_sent[pairs->source[i]] = true;
+    for (size_t i = 0; i < from->tensors.count && m->ties.count > 0 && status == TB_OK; i++) {
+        const char *name = m->names[src][i], *other = is_sent[i] ? NULL : find_tied_name(m, name);
+        const char *seat = tb__pair_has_layout(sides[0].layout) ? NULL : strrchr(name, '@');
+        if (!other || has_declared_tie(from, name, seat ? (size_t)(seat - name) : strlen(name)))
+            continue;
+        status = is_name_ignored(m, name, &is_ignored);
+        if (status != TB_OK || is_ignored)
+            continue;
+        (void)tb__fail(TB_CONFLICT,
+                       "%s: tensor '%.100s' of group '%s' would be lost: group '%s' has it tied to '%.100s', and group "
+                       "'%s' does not; if the two are equal there, declare the tie there, too",
+                       exchange->what, name, sides[src].group, sides[!src].group, other, sides[src].group);
+        exchange->lost_ties[src] = tb__strdup(tb_error_detail());
+        status = exchange->lost_ties[src] ? TB_OK : TB_NO_MEMORY;
+        break;
+    }
+    free(is_sent);
     return status;
 }
 
@@ -275,6 +332,8 @@ static tb_status make_exchange_flow(tb__exchange *exchange, int src, const match
         if (to->mine && !tb__vec_push(&exchange->received[src], to->mine))
             status = TB_NO_MEMORY;
     }
+    if (status == TB_OK)
+        status = find_lost_tie(exchange, src, m, &pairs);
     if (status == TB_OK)
         status = create_exchange_flow(exchange, src, tensors, how, pairs.nmatched);
     free(tensors);

@@ -266,6 +266,8 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     *p = (tb__transfer_part){.exchange = exchange};
     TB_TRY(choose_side(exchange, t->is_send, t->opts.group, &side));
     int src = t->is_send ? side : !side;
+    if (exchange->lost_ties[src])
+        return tb__fail(TB_CONFLICT, "%s", exchange->lost_ties[src]);
     tb__flow *flow = exchange->flows[src];
     bool may_begin = flow && tb__flow_may_begin(flow, t->is_send);
     tb_status status = TB_OK;

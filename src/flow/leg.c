@@ -155,6 +155,13 @@ static void begin_end(tb__flow *flow, bool is_send) {
     tb__flow_close_leg(flow, is_send);
 }
 
+/* Whether a leg that fails without an attempt fails the next one, which other ranks of its side may wait for, too. A
+ * receive that was cancelled, or is late, must not stop a sender that has yet to begin: the next receive gets that. */
+static bool fails_next_attempt(const tb__flow *flow, bool is_send, tb_status status) {
+    bool has_started = tb__flow_last_attempt(flow, is_send) < tb__flow_started(flow);
+    return is_send || (status != TB_TIMEOUT && (status != TB_CANCELLED || has_started));
+}
+
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->status = status;
@@ -162,9 +169,7 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     if (is_send)
         tb__flow_revoke(flow);
     begin_end(flow, is_send);
-    /* A leg without an attempt ends the next one, which other ranks of its side may wait for, too. But a receiver's
-     * timeout must not stop a sender that is about to begin. */
-    if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
+    if (!leg->attempt && told && fails_next_attempt(flow, is_send, status)) {
         leg->attempt = tb__flow_count_attempt(flow, is_send);
         if (!is_send) /* one that awaits a choice may have started */
             leg->number = leg->attempt <= tb__flow_started(flow) ? tb__flow_number(flow, leg->attempt)

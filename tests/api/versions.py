@@ -4,8 +4,9 @@ A version is the number of a send. What is guaranteed, for commits in place and 
 
  1. Sends of a batch are counted from 1 by its sender: those that failed, too, whatever the reason, and whoever was
     passed over. Both ends see the number as attempt and version; each rank of both groups sees the same.
- 2. Receives are not counted: one that timed out before anybody sent takes no number. One that is cancelled gives up the
-    send that it was to receive, also one that has not begun: that fails with TB_CANCELLED, and has taken its number.
+ 2. Receives are not counted: one that timed out, or was cancelled, before anybody sent takes no number, and the next
+    one receives what is sent then. A send that has begun fails with TB_CANCELLED if its receiver cancels, and has taken
+    its number.
  3. tb_batch_version, and a client's query of the pair, tell the number of the last receive that was completed, by pair.
     What fails does not change it. It stays in a batch that others leave and join.
  4. Numbers belong to the sender's batch: a pair that is made again, or one that comes late, goes on with its next
@@ -206,30 +207,33 @@ def receives_that_fail(bus):
 def receives_that_are_cancelled(bus):
     """Before anybody sends, and when one of two senders has begun."""
     bus.move()
-    first, second = bus.trainers
-    for is_begun in (False, True):
-        bus.nsent += 1
-        if is_begun:
-            first.begin("send")
-        bus.begin_receive("east")
-        bus.engines["east"].program.do("cancel", "recv")
-        bus.end_receive("east", "TB_CANCELLED")
-        if not is_begun:
-            first.begin("send")
-        bus.begin_receive("east")  # waits for the next one
-        second.begin("send")
-        for t in bus.trainers:
-            answer = t.program.wait("send", "committed")
-            # In place, what the first one sent may have been received before.
-            is_received = t is first and is_begun and bus.commit == "in_place" and answer.status == "TB_OK"
-            check(is_received or answer.status == "TB_CANCELLED", f"a send that was given up: {answer}")
-            check(t.program.query("send").attempt in (0, bus.nsent), "the attempt of a send that was given up")
-            t.program.do("end", "send")
-        bus.send()
-        bus.end_receive("east")
-        bus.end_send()
+    bus.begin_receive("east")
+    bus.engines["east"].program.do("cancel", "recv")
+    bus.end_receive("east", "TB_CANCELLED")
     bus.move()
-    equal(bus.nsent, 6, "sends so far")
+    if bus.with_agents:  # which begin a transfer some time after their program's call
+        equal(bus.nsent, 2, "sends so far")
+        return
+    first, second = bus.trainers
+    bus.nsent += 1
+    first.begin("send")
+    bus.begin_receive("east")
+    bus.engines["east"].program.do("cancel", "recv")
+    bus.end_receive("east", "TB_CANCELLED")
+    bus.begin_receive("east")  # waits for the next one
+    second.begin("send")
+    for t in bus.trainers:
+        answer = t.program.wait("send", "committed")
+        # In place, what the first one sent may have been received before.
+        is_received = t is first and bus.commit == "in_place" and answer.status == "TB_OK"
+        check(is_received or answer.status == "TB_CANCELLED", f"a send that was given up: {answer}")
+        check(t.program.query("send").attempt in (0, bus.nsent), "the attempt of a send that was given up")
+        t.program.do("end", "send")
+    bus.send()
+    bus.end_receive("east")
+    bus.end_send()
+    bus.move()
+    equal(bus.nsent, 5, "sends so far")
 
 
 def an_engine_that_rejoins(bus):
