@@ -54,14 +54,14 @@ static void test_join(void **state) {
 static void test_join_given_up(void **state) {
     (void)state;
     tb_call *call = NULL;
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = 300};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = 2000};
     check_ok(tb_call_join("agent:/nowhere/at/all", "a", 0, 1, &opts, &call));
     is_waiting(call);
     destroy_at_once(call);
     check_ok(tb_call_join("agent:/nowhere/at/all", "a", 0, 1, &opts, &call));
     check_fails(end_call(call, NULL), TB_IO, "is the agent running?");
     tb_call_destroy(call);
-    tb__sleep_ms(400);
+    tb__sleep_ms(2100);
 }
 
 /* ---- Pairs and registrations ----------------------------------------------------------------------------------- */
