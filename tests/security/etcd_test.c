@@ -66,11 +66,10 @@ static void ask(const char *url, const char *path, const char *body) {
     tb__store_url parts;
     tb__gateway *gateway;
     json_t *reply;
-    tb__bytes bytes = {.item = (uint8_t *)(uintptr_t)body, .count = strlen(body)};
-    tb__gateway_call call = {.path = path, .body = &bytes, .deadline_ms = tb__now_ms() + PATIENCE_MS};
+    tb__gateway_call call = {.path = path, .deadline_ms = tb__now_ms() + PATIENCE_MS};
     assert_ok(tb__store_url_split(url, &parts));
     assert_ok(tb__gateway_create(&parts, &gateway));
-    assert_ok(tb__gateway_post(gateway, &call, &reply));
+    assert_ok(tb__gateway_post(gateway, &call, json_loads(body, 0, NULL), &reply));
     json_decref(reply);
     tb__gateway_destroy(gateway);
 }

@@ -94,11 +94,6 @@ static json_t *make_range(const char *key) {
     return json_pack("{s:{s:o}}", "request_range", "key", make_key(key));
 }
 
-static json_t *make_put(const char *key, const void *data, size_t nbytes, int64_t lease) {
-    return json_pack("{s:o,s:o,s:o*}", "key", make_key(key), "value", make_base64(data, nbytes), "lease",
-                     lease ? make_number(lease) : NULL);
-}
-
 static json_t *make_compare(const char *target, const char *key, const char *field, json_t *value) {
     return json_pack("{s:s,s:s,s:o,s:o}", "target", target, "result", "EQUAL", "key", make_key(key), field, value);
 }
@@ -107,71 +102,56 @@ static json_t *make_compare_revision(const char *key, uint64_t revision) {
     return make_compare("MOD", key, "mod_revision", make_revision(revision));
 }
 
-static tb_status write_request(json_t *request, tb__bytes *out) {
-    char *text = request ? json_dumps(request, JSON_COMPACT) : NULL;
-    json_decref(request);
-    *out = (tb__bytes){.item = (uint8_t *)text, .count = text ? strlen(text) : 0};
-    return text ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for a request to etcd");
+json_t *tb__etcd_key(const char *key) {
+    return json_pack("{s:o}", "key", make_key(key));
 }
 
-tb_status tb__etcd_key(const char *key, tb__bytes *out) {
-    return write_request(json_pack("{s:o}", "key", make_key(key)), out);
+json_t *tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision) {
+    return json_pack("{s:o,s:o,s:o,s:o}", "key", make_key(from), "range_end", make_range_end(prefix), "limit",
+                     make_number(limit), "revision", make_revision(revision));
 }
 
-tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision, tb__bytes *out) {
-    return write_request(json_pack("{s:o,s:o,s:o,s:o}", "key", make_key(from), "range_end", make_range_end(prefix),
-                                   "limit", make_number(limit), "revision", make_revision(revision)),
-                         out);
+json_t *tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease) {
+    return json_pack("{s:o,s:o,s:o*}", "key", make_key(key), "value", make_base64(data, nbytes), "lease",
+                     lease ? make_number(lease) : NULL);
 }
 
-tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out) {
-    return write_request(make_put(key, data, nbytes, lease), out);
+json_t *tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease) {
+    return json_pack("{s:[o],s:[{s:o}],s:[o]}", "compare", make_compare_revision(key, expected), "success",
+                     "request_put", tb__etcd_put(key, data, nbytes, lease), "failure", make_range(key));
 }
 
-tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
-                                   tb__bytes *out) {
-    return write_request(json_pack("{s:[o],s:[{s:o}],s:[o]}", "compare", make_compare_revision(key, expected),
-                                   "success", "request_put", make_put(key, data, nbytes, lease), "failure",
-                                   make_range(key)),
-                         out);
-}
-
-tb_status tb__etcd_delete_bound(const char *key, uint64_t revision, int64_t lease, tb__bytes *out) {
+json_t *tb__etcd_delete_bound(const char *key, uint64_t revision, int64_t lease) {
     json_t *compare =
         revision ? make_compare_revision(key, revision) : make_compare("LEASE", key, "lease", make_number(lease));
-    return write_request(
-        json_pack("{s:[o],s:[{s:{s:o}}]}", "compare", compare, "success", "request_delete_range", "key", make_key(key)),
-        out);
+    return json_pack("{s:[o],s:[{s:{s:o}}]}", "compare", compare, "success", "request_delete_range", "key",
+                     make_key(key));
 }
 
-tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
-                                  size_t nbytes, tb__bytes *out) {
-    return write_request(json_pack("{s:[o,o],s:[{s:o}],s:[o,o]}", "compare",
-                                   make_compare("VALUE", guard, "value", make_key(guard_value)),
-                                   make_compare_revision(key, 0), "success", "request_put",
-                                   make_put(key, data, nbytes, 0), "failure", make_range(key), make_range(guard)),
-                         out);
+json_t *tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
+                                size_t nbytes) {
+    return json_pack("{s:[o,o],s:[{s:o}],s:[o,o]}", "compare",
+                     make_compare("VALUE", guard, "value", make_key(guard_value)), make_compare_revision(key, 0),
+                     "success", "request_put", tb__etcd_put(key, data, nbytes, 0), "failure", make_range(key),
+                     make_range(guard));
 }
 
-tb_status tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
-                              const char *first, tb__bytes *out) {
-    return write_request(json_pack("{s:[o,o],s:[{s:o},{s:o}],s:[o,o]}", "compare",
-                                   make_compare_revision(counter, expected), make_compare_revision(key, 0), "success",
-                                   "request_put", make_put(key, first, strlen(first), 0), "request_put",
-                                   make_put(counter, next, strlen(next), 0), "failure", make_range(key),
-                                   make_range(counter)),
-                         out);
+json_t *tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
+                            const char *first) {
+    return json_pack("{s:[o,o],s:[{s:o},{s:o}],s:[o,o]}", "compare", make_compare_revision(counter, expected),
+                     make_compare_revision(key, 0), "success", "request_put",
+                     tb__etcd_put(key, first, strlen(first), 0), "request_put",
+                     tb__etcd_put(counter, next, strlen(next), 0), "failure", make_range(key), make_range(counter));
 }
 
 /* In fragments: what has happened since long ago may be more than one message can carry. */
-tb_status tb__etcd_watch(const char *prefix, uint64_t start, tb__bytes *out) {
-    return write_request(json_pack("{s:{s:o,s:o,s:o,s:b}}", "create_request", "key", make_key(prefix), "range_end",
-                                   make_range_end(prefix), "start_revision", make_revision(start), "fragment", 1),
-                         out);
+json_t *tb__etcd_watch(const char *prefix, uint64_t start) {
+    return json_pack("{s:{s:o,s:o,s:o,s:b}}", "create_request", "key", make_key(prefix), "range_end",
+                     make_range_end(prefix), "start_revision", make_revision(start), "fragment", 1);
 }
 
-tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out) {
-    return write_request(json_pack("{s:o}", field, make_number(number)), out);
+json_t *tb__etcd_number(const char *field, int64_t number) {
+    return json_pack("{s:o}", field, make_number(number));
 }
 
 int64_t tb__etcd_read_number(const json_t *object, const char *field) {

@@ -11,26 +11,25 @@
 #define TB__ETCD_DATA  "tensorbus/data/"
 #define TB__ETCD_TOKEN "tensorbus/token/" /* and a namespace: what its token is checked with */
 
-/* Each makes the body of a request, whose `item` is to be freed. Keys are etcd's, with the prefix. */
+/* Each makes a request, for tb__gateway_post; NULL: there is no memory. Keys are etcd's, with the prefix. */
 /* For reading a key, and for deleting one. */
-tb_status tb__etcd_key(const char *key, tb__bytes *out);
+json_t *tb__etcd_key(const char *key);
 
 /* All keys from `from` on that begin with the prefix, at most `limit`; as they were at the revision, if that is not 0.
  */
-tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision, tb__bytes *out);
-tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out);
-tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
-                                   tb__bytes *out);
+json_t *tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision);
+json_t *tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease);
+json_t *tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease);
 /* Deletes a key that has this revision, or, with 0, that is bound to the lease. */
-tb_status tb__etcd_delete_bound(const char *key, uint64_t revision, int64_t lease, tb__bytes *out);
+json_t *tb__etcd_delete_bound(const char *key, uint64_t revision, int64_t lease);
 /* If it fails, the reply has the values of the key and of the guard. */
-tb_status tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
-                                  size_t nbytes, tb__bytes *out);
+json_t *tb__etcd_create_guarded(const char *guard, const char *guard_value, const char *key, const void *data,
+                                size_t nbytes);
 /* Creates the key, with `first`, and sets the counter to `next`; if it fails, likewise. */
-tb_status tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
-                              const char *first, tb__bytes *out);
-tb_status tb__etcd_watch(const char *prefix, uint64_t start, tb__bytes *out);
-tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out); /* {"field":"number"} */
+json_t *tb__etcd_take_block(const char *counter, uint64_t expected, const char *next, const char *key,
+                            const char *first);
+json_t *tb__etcd_watch(const char *prefix, uint64_t start);
+json_t *tb__etcd_number(const char *field, int64_t number); /* {"field":"number"} */
 
 /* A number's field; 0 if it is not there, for then etcd leaves it out. */
 int64_t tb__etcd_read_number(const json_t *object, const char *field);

@@ -83,34 +83,23 @@ static void stop_lease(etcd_lease *l, const char *why) {
     pthread_mutex_unlock(&l->lock);
 }
 
-static tb_status check_owner(const etcd_client *c) {
+/* Takes over the request. */
+static tb_status post(etcd_client *c, tb__gateway_call *call, json_t *request, json_t **reply) {
+    call->user = &c->user;
     if (c->owner == getpid())
-        return TB_OK;
+        return tb__gateway_post(c->lease->gateway, call, request, reply);
+    json_decref(request);
     return tb__fail(TB_LOST, "%s: the connection belongs to the process that opened it", c->url);
 }
 
-/* Posts the body, and frees it. */
-static tb_status post_free(tb__gateway *gateway, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
-    call->body = body;
-    tb_status status = tb__gateway_post(gateway, call, reply);
-    call->body = NULL;
-    free(body->item);
-    return status;
-}
-
-static tb_status post_body(etcd_client *c, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
-    tb_status status = check_owner(c);
-    call->user = &c->user;
-    if (status == TB_OK)
-        return post_free(c->lease->gateway, call, body, reply);
-    free(body->item);
-    return status;
-}
+#define TRANSACTION "/v3/kv/txn"
 
 /* A change that names an expired lease means that the connection is lost. */
-static tb_status post_change(etcd_client *c, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
-    tb_status status = post_body(c, call, body, reply);
-    if (status == TB_OK || call->code != TB__ETCD_NOT_FOUND)
+static tb_status post_change(etcd_client *c, const char *path, json_t *request, int64_t deadline_ms, json_t **reply) {
+    bool is_transaction = strcmp(path, TRANSACTION) == 0;
+    tb__gateway_call call = {.path = path, .deadline_ms = deadline_ms, .is_not_repeatable = is_transaction};
+    tb_status status = post(c, &call, request, reply);
+    if (status == TB_OK || call.code != TB__ETCD_NOT_FOUND)
         return status;
     stop_lease(c->lease, "its lease has run out");
     return tb__fail(TB_LOST, "%s: the connection was lost: its lease has run out", c->url);
@@ -160,13 +149,11 @@ static const json_t *first_kv(const json_t *reply) {
 
 static tb_status etcd_set(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                           uint64_t *revision) {
-    tb__bytes body;
     json_t *reply;
     int64_t lease;
     TB_TRY(lease_of(c, key, q->lifetime, &lease));
-    TB_TRY(tb__etcd_put(key, q->value.data, q->value.nbytes, lease, &body));
-    tb__gateway_call call = {.path = "/v3/kv/put", .deadline_ms = deadline_ms};
-    TB_TRY(post_change(c, &call, &body, &reply));
+    json_t *request = tb__etcd_put(key, q->value.data, q->value.nbytes, lease);
+    TB_TRY(post_change(c, "/v3/kv/put", request, deadline_ms, &reply));
     *revision = tb__etcd_read_revision(reply);
     json_decref(reply);
     return lease ? bind_key(c, key, *revision) : TB_OK;
@@ -175,11 +162,9 @@ static tb_status etcd_set(etcd_client *c, const char *key, const tb__store_messa
 /* `revision` is the store's. */
 static tb_status read_key(etcd_client *c, const char *key, tb__gateway_call *call, tb__store_value *out,
                           uint64_t *revision) {
-    tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_key(key, &body));
     call->path = "/v3/kv/range";
-    TB_TRY(post_body(c, call, &body, &reply));
+    TB_TRY(post(c, call, tb__etcd_key(key), &reply));
     *revision = tb__etcd_read_revision(reply);
     tb_status status = tb__etcd_read_value(first_kv(reply), out);
     json_decref(reply);
@@ -195,11 +180,8 @@ static tb_status read_txn_value(const json_t *reply, size_t i, tb__store_value *
 /* With TB_CONFLICT, `present` is what is there. */
 static tb_status compare_and_set(etcd_client *c, const char *key, uint64_t expected, const void *data, size_t nbytes,
                                  int64_t lease, int64_t deadline_ms, uint64_t *revision, tb__store_value *present) {
-    tb__bytes body;
-    json_t *reply;
-    TB_TRY(tb__etcd_compare_and_set(key, expected, data, nbytes, lease, &body));
-    tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms, .is_not_repeatable = true};
-    TB_TRY(post_change(c, &call, &body, &reply));
+    json_t *reply, *request = tb__etcd_compare_and_set(key, expected, data, nbytes, lease);
+    TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
     tb_status status = TB_OK;
     if (json_is_true(json_object_get(reply, "succeeded"))) {
         *revision = tb__etcd_read_revision(reply);
@@ -219,13 +201,11 @@ static tb_status compare_and_set(etcd_client *c, const char *key, uint64_t expec
 
 static tb_status etcd_create_guarded(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                                      tb__store_value *present) {
-    tb__bytes body;
-    json_t *reply;
     tb__store_value guard = {0};
     const char *guard_value = (const char *)q->guard_value.data;
-    TB_TRY(tb__etcd_create_guarded(data_key(q->guard).text, guard_value, key, q->value.data, q->value.nbytes, &body));
-    tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms, .is_not_repeatable = true};
-    TB_TRY(post_change(c, &call, &body, &reply));
+    json_t *reply,
+        *request = tb__etcd_create_guarded(data_key(q->guard).text, guard_value, key, q->value.data, q->value.nbytes);
+    TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
     tb_status status = TB_OK;
     if (!json_is_true(json_object_get(reply, "succeeded"))) {
         status = read_txn_value(reply, 1, &guard);
@@ -242,11 +222,9 @@ static tb_status etcd_create_guarded(etcd_client *c, const char *key, const tb__
 }
 
 static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_ms) {
-    tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_key(key, &body));
     tb__gateway_call call = {.path = "/v3/kv/deleterange", .deadline_ms = deadline_ms};
-    TB_TRY(post_body(c, &call, &body, &reply));
+    TB_TRY(post(c, &call, tb__etcd_key(key), &reply));
     json_decref(reply);
     unbind_key(c, key);
     return TB_OK;
@@ -297,15 +275,13 @@ static tb_status etcd_take_block(etcd_client *c, const char *key, const tb__stor
     for (;;) {
         char next[TB__COUNTER_TEXT], text[TB__COUNTER_TEXT];
         size_t length;
-        tb__bytes body;
         json_t *reply;
         out->revision = first;
         out->number = first + q->number;
         TB_TRY(tb__counter_add(first, 0, text, &length));
         TB_TRY(tb__counter_add(first, q->number, next, &length));
-        TB_TRY(tb__etcd_take_block(data_key(q->guard).text, expected, next, key, text, &body));
-        tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms, .is_not_repeatable = true};
-        TB_TRY(post_change(c, &call, &body, &reply));
+        json_t *request = tb__etcd_take_block(data_key(q->guard).text, expected, next, key, text);
+        TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
         tb_status status = TB_OK;
         bool is_made = json_is_true(json_object_get(reply, "succeeded"));
         if (!is_made)
@@ -331,11 +307,9 @@ typedef struct listing {
 } listing;
 
 static tb_status read_page(etcd_client *c, listing *l) {
-    tb__bytes body;
-    json_t *page;
-    TB_TRY(tb__etcd_page(l->prefix.text, l->from.text, l->limit, l->revision, &body));
+    json_t *page, *request = tb__etcd_page(l->prefix.text, l->from.text, l->limit, l->revision);
     tb__gateway_call call = {.path = "/v3/kv/range", .deadline_ms = l->deadline_ms};
-    tb_status status = post_body(c, &call, &body, &page);
+    tb_status status = post(c, &call, request, &page);
     if (status == TB_TOO_BIG && l->limit > 1) {
         l->limit = 1 + l->limit / 8;
         return TB_OK;
@@ -435,11 +409,9 @@ static tb_status ask_revision(etcd_client *c, int64_t deadline_ms, uint64_t *rev
 
 static tb_status watch_once(etcd_client *c, const char *prefix, watch_state *w, int64_t deadline_ms,
                             tb__store_entries *out) {
-    tb__bytes body;
     json_t *none;
     tb__gateway_call call = {.path = "/v3/watch", .deadline_ms = deadline_ms, .on_result = on_watch_result, .arg = w};
-    TB_TRY(tb__etcd_watch(prefix, w->since < UINT64_MAX ? w->since + 1 : w->since, &body));
-    TB_TRY(post_body(c, &call, &body, &none));
+    TB_TRY(post(c, &call, tb__etcd_watch(prefix, w->since < UINT64_MAX ? w->since + 1 : w->since), &none));
     if (w->is_behind || w->is_compacted)
         return TB_OK;
     tb_status status = tb__etcd_read_entries(w->pages, strlen(TB__ETCD_DATA), w->reached, out);
@@ -502,11 +474,9 @@ static tb_status etcd_call(void *context, const tb__store_message *q, int timeou
 /* Renews the lease once, before it expires. */
 static tb_status renew_lease(etcd_lease *l) {
     int64_t begun_ms = tb__now_ms();
-    tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_number("ID", l->id, &body));
     tb__gateway_call call = {.path = "/v3/lease/keepalive", .deadline_ms = l->renewed_ms + l->ms, .is_urgent = true};
-    TB_TRY(post_free(l->gateway, &call, &body, &reply));
+    TB_TRY(tb__gateway_post(l->gateway, &call, tb__etcd_number("ID", l->id), &reply));
     int64_t left_s = tb__etcd_read_number(json_object_get(reply, "result"), "TTL");
     json_decref(reply);
     if (left_s < 1)
@@ -516,15 +486,14 @@ static tb_status renew_lease(etcd_lease *l) {
 }
 
 static void revoke_lease(etcd_lease *l) {
-    tb__bytes body;
     json_t *reply;
     tb__gateway_call call = {.path = "/v3/lease/revoke",
                              .deadline_ms = tb__now_ms() + REVOKE_MS,
                              .is_first = true,
                              .is_urgent = true,
                              .ignores_stop = true};
-    if (tb__etcd_number("ID", l->id, &body) == TB_OK && post_free(l->gateway, &call, &body, &reply) == TB_OK)
-        json_decref(reply);
+    (void)tb__gateway_post(l->gateway, &call, tb__etcd_number("ID", l->id), &reply);
+    json_decref(reply);
 }
 
 /* True if it is time to end. */
@@ -555,12 +524,10 @@ static void *lease_thread(void *arg) {
 }
 
 static tb_status grant_lease(etcd_lease *l, int64_t deadline_ms) {
-    tb__bytes body;
     json_t *reply;
-    TB_TRY(tb__etcd_number("TTL", LEASE_S, &body));
     l->renewed_ms = tb__now_ms();
     tb__gateway_call call = {.path = "/v3/lease/grant", .deadline_ms = deadline_ms};
-    TB_TRY(post_free(l->gateway, &call, &body, &reply));
+    TB_TRY(tb__gateway_post(l->gateway, &call, tb__etcd_number("TTL", LEASE_S), &reply));
     l->id = tb__etcd_read_number(reply, "ID");
     l->ms = tb__etcd_read_number(reply, "TTL") * 1000;
     json_decref(reply);
@@ -638,16 +605,13 @@ static void delete_bound_keys(etcd_client *c, bool only_unknown) {
     etcd_key key;
     uint64_t revision;
     for (size_t i = 0; status == TB_OK && get_bound_key(c, i, &key, &revision); i++) {
-        tb__bytes body;
         json_t *reply;
-        tb__gateway_call call = {.path = "/v3/kv/txn", .deadline_ms = deadline_ms};
+        tb__gateway_call call = {.path = TRANSACTION, .deadline_ms = deadline_ms};
         if (only_unknown && revision > 0)
             continue;
-        status = tb__etcd_delete_bound(key.text, revision, c->lease->id, &body);
-        if (status == TB_OK)
-            status = post_free(c->lease->gateway, &call, &body, &reply);
-        if (status == TB_OK)
-            json_decref(reply);
+        json_t *request = tb__etcd_delete_bound(key.text, revision, c->lease->id);
+        status = tb__gateway_post(c->lease->gateway, &call, request, &reply);
+        json_decref(reply);
     }
 }
 

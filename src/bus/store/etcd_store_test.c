@@ -19,12 +19,11 @@ static const char *fresh_url(void) {
 static json_t *post(const char *path, const char *text) {
     tb__gateway *gateway;
     json_t *reply;
-    tb__bytes body = {.item = (uint8_t *)(uintptr_t)text, .count = strlen(text)};
-    tb__gateway_call call = {.path = path, .body = &body, .deadline_ms = tb__now_ms() + PATIENCE_MS};
+    tb__gateway_call call = {.path = path, .deadline_ms = tb__now_ms() + PATIENCE_MS};
     tb__store_url parts;
     assert_ok(tb__store_url_split(the_etcd.url, &parts));
     assert_ok(tb__gateway_create(&parts, &gateway));
-    assert_ok(tb__gateway_post(gateway, &call, &reply));
+    assert_ok(tb__gateway_post(gateway, &call, json_loads(text, 0, NULL), &reply));
     tb__gateway_destroy(gateway);
     return reply;
 }

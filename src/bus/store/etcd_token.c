@@ -4,7 +4,6 @@
 #include "base/sha256.h"
 
 #include <errno.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
@@ -60,16 +59,11 @@ static tb_status read_first_line(const char *path, char out[TB__LOGIN_LINE]) {
     return TB_OK;
 }
 
-tb_status tb__login_make(const char *user_file, const char *password_file, char user[TB__LOGIN_LINE], tb__bytes *out) {
+tb_status tb__login_make(const char *user_file, const char *password_file, char user[TB__LOGIN_LINE], json_t **out) {
     char password[TB__LOGIN_LINE];
     TB_TRY(read_first_line(user_file, user));
     TB_TRY(read_first_line(password_file, password));
-    json_t *request = json_pack("{s:s, s:s}", "name", user, "password", password);
-    char *text = request ? json_dumps(request, JSON_COMPACT) : NULL;
-    json_decref(request);
+    *out = json_pack("{s:s, s:s}", "name", user, "password", password);
     explicit_bzero(password, sizeof password);
-    if (!text)
-        return tb__fail(TB_INVALID, "user and password in %s and %s must be text", user_file, password_file);
-    *out = (tb__bytes){.item = (uint8_t *)text, .count = strlen(text), .capacity = strlen(text) + 1};
-    return TB_OK;
+    return *out ? TB_OK : tb__fail(TB_INVALID, "user and password in %s and %s must be text", user_file, password_file);
 }

@@ -4,8 +4,9 @@
 #ifndef TB_BUS_STORE_ETCD_TOKEN_H
 #define TB_BUS_STORE_ETCD_TOKEN_H
 
-#include "base/bytes.h"
 #include "base/error.h"
+
+#include <jansson.h>
 
 enum { TB__VERIFIER_NBYTES = 2 * 16 + 1 + 2 * 32 };
 
@@ -21,7 +22,7 @@ bool tb__verifier_accepts(const void *verifier, size_t nbytes, const char *token
 
 enum { TB__LOGIN_LINE = 256 };
 
-/* The body of a login: the first lines of two files. It has the password in it. */
-tb_status tb__login_make(const char *user_file, const char *password_file, char user[TB__LOGIN_LINE], tb__bytes *out);
+/* A login: the first lines of two files. It has the password in it. */
+tb_status tb__login_make(const char *user_file, const char *password_file, char user[TB__LOGIN_LINE], json_t **out);
 
 #endif

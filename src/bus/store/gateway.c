@@ -34,16 +34,12 @@ typedef struct connection {
 
 LIST_HEAD(connection_list, connection);
 
-typedef struct endpoint {
-    char url[300];
-} endpoint;
-
 struct tb__gateway {
     const tb__curl *curl;
-    char url[TB__STORE_MAX_URL + 1];
-    char ca[TB__STORE_MAX_PATH + 1], user[TB__STORE_MAX_PATH + 1], password[TB__STORE_MAX_PATH + 1]; /* "": none */
+    tb__store_url at;
+    const char *url; /* at.base, for messages */
     size_t nendpoints;
-    endpoint endpoints[TB__GATEWAY_MAX_ENDPOINTS];
+    char endpoints[TB__GATEWAY_MAX_ENDPOINTS][300];
     atomic_size_t current;    /* the endpoint that answered last */
     atomic_bool has_answered; /* an endpoint has answered as etcd does */
 
@@ -76,7 +72,7 @@ static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
     if (g->nendpoints == TB__GATEWAY_MAX_ENDPOINTS)
         return tb__fail(TB_TOO_BIG, "store '%s': more than %d endpoints", g->url, TB__GATEWAY_MAX_ENDPOINTS);
     bool is_ipv6 = strchr(address.host, ':') != NULL;
-    snprintf(g->endpoints[g->nendpoints++].url, sizeof g->endpoints->url, "http%s://%s%s%s:%s", *g->ca ? "s" : "",
+    snprintf(g->endpoints[g->nendpoints++], sizeof *g->endpoints, "http%s://%s%s%s:%s", *g->at.ca ? "s" : "",
              is_ipv6 ? "[" : "", address.host, is_ipv6 ? "]" : "", address.port);
     return TB_OK;
 }
@@ -98,18 +94,16 @@ tb_status tb__gateway_create(const tb__store_url *url, tb__gateway **out) {
     tb__gateway *g = tb__calloc(1, sizeof *g);
     if (!g)
         return TB_NO_MEMORY;
-    memcpy(g->url, url->base, sizeof g->url);
-    memcpy(g->ca, url->ca, sizeof g->ca);
-    memcpy(g->user, url->user, sizeof g->user);
-    memcpy(g->password, url->password, sizeof g->password);
+    g->at = *url;
+    g->url = g->at.base;
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_init(&g->logging_in, NULL);
     tb__monotonic_cond_init(&g->freed);
     LIST_INIT(&g->busy);
     LIST_INIT(&g->idle);
     tb_status status = read_endpoints(g);
-    if (status == TB_OK && *g->ca && access(g->ca, R_OK) != 0)
-        status = tb__fail(TB_INVALID, "%s: can't read the CA %s: %s", g->url, g->ca, strerror(errno));
+    if (status == TB_OK && *g->at.ca && access(g->at.ca, R_OK) != 0)
+        status = tb__fail(TB_INVALID, "%s: can't read the CA %s: %s", g->url, g->at.ca, strerror(errno));
     if (status == TB_OK)
         status = tb__curl_load(&g->curl);
     if (status != TB_OK) {
@@ -180,8 +174,8 @@ static tb_status create_connection(const tb__gateway *g, connection **out) {
     g->curl->multi_setopt(l->multi, CURLMOPT_MAXCONNECTS, 1L);
     g->curl->easy_setopt(l->easy, CURLOPT_ERRORBUFFER, l->error);
     g->curl->easy_setopt(l->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
-    if (*g->ca)
-        g->curl->easy_setopt(l->easy, CURLOPT_CAINFO, g->ca);
+    if (*g->at.ca)
+        g->curl->easy_setopt(l->easy, CURLOPT_CAINFO, g->at.ca);
     g->curl->easy_setopt(l->easy, CURLOPT_NOSIGNAL, 1L);
     g->curl->easy_setopt(l->easy, CURLOPT_SOCKOPTFUNCTION, on_socket);
     g->curl->easy_setopt(l->easy, CURLOPT_CLOSESOCKETFUNCTION, on_socket_closed);
@@ -314,7 +308,8 @@ typedef struct attempt {
     tb__gateway *gateway;
     tb__gateway_call *call;
     connection *connection;
-    const endpoint *to;
+    const char *body;
+    const char *to;                                  /* an endpoint */
     tb__bytes in;                                    /* the answer so far; of a stream, of the next object */
     bool has_begun, is_enough, is_broken, timed_out; /* timed_out: its time was up */
     int64_t begun_ms;
@@ -378,14 +373,14 @@ static size_t on_bytes(char *data, size_t size, size_t count, void *arg) {
     return count;
 }
 
-static void set_request_options(attempt *a, const endpoint *to) {
+static void set_request_options(attempt *a) {
     const tb__curl *curl = a->gateway->curl;
     CURL *easy = a->connection->easy;
-    char url[sizeof to->url + 64];
-    snprintf(url, sizeof url, "%s%s", to->url, a->call->path);
+    char url[sizeof *a->gateway->endpoints + 64];
+    snprintf(url, sizeof url, "%s%s", a->to, a->call->path);
     curl->easy_setopt(easy, CURLOPT_URL, url);
-    curl->easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)a->call->body->count);
-    curl->easy_setopt(easy, CURLOPT_POSTFIELDS, a->call->body->item);
+    curl->easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)strlen(a->body));
+    curl->easy_setopt(easy, CURLOPT_POSTFIELDS, a->body);
     curl->easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_bytes);
     curl->easy_setopt(easy, CURLOPT_WRITEDATA, a);
     /* On a connection that was idle libcurl would send it a second time if that turns out to have been closed. */
@@ -483,9 +478,9 @@ static void set_connect_detail(const attempt *a) {
     long error = 0;
     a->gateway->curl->easy_getinfo(a->connection->easy, CURLINFO_OS_ERRNO, &error);
     if (error == ECONNREFUSED)
-        tb__set_detail("%s: connection refused, nobody listens at %s", a->gateway->url, a->to->url);
+        tb__set_detail("%s: connection refused, nobody listens at %s", a->gateway->url, a->to);
     else if (error)
-        tb__set_detail("%s: connecting to %s: %s", a->gateway->url, a->to->url, strerror((int)error));
+        tb__set_detail("%s: connecting to %s: %s", a->gateway->url, a->to, strerror((int)error));
 }
 
 /* The transfer ended; `code` is libcurl's. */
@@ -509,21 +504,20 @@ static outcome classify_result(attempt *a, CURLcode code, json_t **reply) {
         return UNREACHED;
     case CURLE_PEER_FAILED_VERIFICATION:
     case CURLE_SSL_CACERT_BADFILE:
-        a->status = tb__fail(TB_DENIED, "%s: %s is not trusted with the CA %s: %s", a->gateway->url, a->to->url,
-                             a->gateway->ca, a->connection->error);
+        a->status = tb__fail(TB_DENIED, "%s: %s is not trusted with the CA %s: %s", a->gateway->url, a->to,
+                             a->gateway->at.ca, a->connection->error);
         return FAILED;
     case CURLE_SSL_CONNECT_ERROR:
-        a->status = tb__fail(TB_REFUSED, "%s: %s answers, but not in TLS: %s", a->gateway->url, a->to->url,
-                             a->connection->error);
+        a->status =
+            tb__fail(TB_REFUSED, "%s: %s answers, but not in TLS: %s", a->gateway->url, a->to, a->connection->error);
         return FAILED;
     case CURLE_UNSUPPORTED_PROTOCOL:
     case CURLE_WEIRD_SERVER_REPLY:
-        a->status = tb__fail(TB_REFUSED, "%s: %s answers, but not in HTTP%s", a->gateway->url, a->to->url,
-                             etcd_hint(a->gateway));
+        a->status =
+            tb__fail(TB_REFUSED, "%s: %s answers, but not in HTTP%s", a->gateway->url, a->to, etcd_hint(a->gateway));
         return FAILED;
     case CURLE_GOT_NOTHING:
-        tb__set_detail("%s: %s closes connections without an answer%s", a->gateway->url, a->to->url,
-                       etcd_hint(a->gateway));
+        tb__set_detail("%s: %s closes connections without an answer%s", a->gateway->url, a->to, etcd_hint(a->gateway));
         return UNANSWERED;
     case CURLE_OUT_OF_MEMORY:
         a->status = TB_NO_MEMORY;
@@ -544,7 +538,7 @@ static outcome classify_timeout(attempt *a) {
         tb__set_detail("%s: silent", a->gateway->url);
     else
         tb__set_detail("%s: silent, %s accepts connections but does not answer within %d ms: is it etcd?",
-                       a->gateway->url, a->to->url, waited_ms);
+                       a->gateway->url, a->to, waited_ms);
     return nsent > 0 ? UNANSWERED : SILENT;
 }
 
@@ -554,10 +548,10 @@ static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
     CURLcode code = CURLE_OK;
     if (g->nendpoints > 1 && tb__now_ms() + ATTEMPT_MS < attempt_ms)
         attempt_ms = tb__now_ms() + ATTEMPT_MS;
-    a->to = &g->endpoints[index];
+    a->to = g->endpoints[index];
     a->begun_ms = tb__now_ms();
     tb__count_message(&tb__traffic_total.store);
-    set_request_options(a, a->to);
+    set_request_options(a);
     if (g->curl->multi_add_handle(a->connection->multi, a->connection->easy) != CURLM_OK) {
         a->status = tb__fail(TB_NO_MEMORY, "no memory for a request");
         return FAILED;
@@ -591,9 +585,9 @@ static bool should_retry_call(const tb__gateway *g, const tb__gateway_call *call
 }
 
 /* Without a login. */
-static tb_status post_call(tb__gateway *g, tb__gateway_call *call, json_t **reply) {
+static tb_status post_call(tb__gateway *g, tb__gateway_call *call, const char *body, json_t **reply) {
     int given_ms = tb__ms_until(call->deadline_ms);
-    attempt a = {.gateway = g, .call = call};
+    attempt a = {.gateway = g, .call = call, .body = body};
     *reply = NULL;
     if (given_ms == 0)
         return tb__fail(TB_TIMEOUT, "%s: no time was left to ask it", g->url);
@@ -628,6 +622,7 @@ static tb_status post_call(tb__gateway *g, tb__gateway_call *call, json_t **repl
             delay_ms = FIRST_DELAY_MS;
         a = (attempt){.gateway = g,
                       .call = call,
+                      .body = body,
                       .connection = a.connection,
                       .in = {.item = a.in.item, .capacity = a.in.capacity}};
         if (ntried % g->nendpoints == 0) {
@@ -642,15 +637,26 @@ static tb_status post_call(tb__gateway *g, tb__gateway_call *call, json_t **repl
     return status;
 }
 
+static tb_status write_request(json_t *request, char **out) {
+    *out = request ? json_dumps(request, JSON_COMPACT) : NULL;
+    json_decref(request);
+    return *out ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for a request to etcd");
+}
+
+/* It may have a password in it. */
+static void free_request(char *body) {
+    explicit_bzero(body, strlen(body));
+    free(body);
+}
+
 static tb_status ask_login(tb__gateway *g, int64_t deadline_ms, bool is_first) {
-    char user[TB__LOGIN_LINE];
-    tb__bytes body;
-    json_t *reply = NULL;
-    TB_TRY(tb__login_make(g->user, g->password, user, &body));
-    tb__gateway_call call = {.path = login_path, .body = &body, .deadline_ms = deadline_ms, .is_first = is_first};
-    tb_status status = post_call(g, &call, &reply);
-    explicit_bzero(body.item, body.count);
-    free(body.item);
+    char user[TB__LOGIN_LINE], *body;
+    json_t *request, *reply = NULL;
+    TB_TRY(tb__login_make(g->at.user, g->at.password, user, &request));
+    TB_TRY(write_request(request, &body));
+    tb__gateway_call call = {.path = login_path, .deadline_ms = deadline_ms, .is_first = is_first};
+    tb_status status = post_call(g, &call, body, &reply);
+    free_request(body);
     if (status == TB_INVALID)
         status = tb__fail_within(TB_DENIED, "logging in as '%.60s'", user);
     const char *token = json_string_value(json_object_get(reply, "token"));
@@ -682,19 +688,27 @@ static bool is_login_expired(tb_status status, const tb__gateway_call *call) {
                                (call->code == TB__ETCD_INVALID && strstr(tb_error_detail(), "revision of auth store")));
 }
 
-tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t **reply) {
+static tb_status post_logged_in(tb__gateway *g, tb__gateway_call *call, const char *body, json_t **reply) {
     enum { MAX_LOGINS = 3 };
-    *reply = NULL;
     for (int i = 0;; i++) {
-        uint64_t seen = *gateway->user ? gateway->login : 1;
+        uint64_t seen = *g->at.user ? g->login : 1;
         if (seen == 0) {
-            TB_TRY(log_in(gateway, 0, call));
+            TB_TRY(log_in(g, 0, call));
             seen = 1;
         }
         call->code = TB__ETCD_OK;
-        tb_status status = post_call(gateway, call, reply);
-        if (!*gateway->user || !is_login_expired(status, call) || i == MAX_LOGINS)
+        tb_status status = post_call(g, call, body, reply);
+        if (!*g->at.user || !is_login_expired(status, call) || i == MAX_LOGINS)
             return status;
-        TB_TRY(log_in(gateway, seen, call));
+        TB_TRY(log_in(g, seen, call));
     }
+}
+
+tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t *request, json_t **reply) {
+    char *body;
+    *reply = NULL;
+    TB_TRY(write_request(request, &body));
+    tb_status status = post_logged_in(gateway, call, body, reply);
+    free_request(body);
+    return status;
 }

@@ -49,7 +49,6 @@ typedef enum tb__etcd_code {
 
 typedef struct tb__gateway_call {
     const char *path;
-    const tb__bytes *body;
     int64_t deadline_ms;
     tb__gateway_user *user; /* NULL: none in particular */
     bool is_urgent;         /* does not wait for its turn, where many calls are under way */
@@ -64,8 +63,8 @@ typedef struct tb__gateway_call {
     tb__etcd_code code; /* output: the code with which etcd refused it */
 } tb__gateway_call;
 
-/* Tries all endpoints again and again until the deadline: TB_TIMEOUT. `reply` is for json_decref, and NULL after a
- * stream. */
-tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t **reply);
+/* Tries all endpoints again and again until the deadline: TB_TIMEOUT. Takes the request over; NULL: there was no memory
+ * for it. `reply` is for json_decref, and NULL after a stream. */
+tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t *request, json_t **reply);
 
 #endif

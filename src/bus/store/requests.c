@@ -12,6 +12,14 @@ void tb__session_touch(tb__session *session) {
     }
 }
 
+/* What a handler fills in. */
+typedef struct answer {
+    tb__store_message reply;
+    tb__bytes entries; /* of the reply */
+    uint8_t proof[TB__PROOF_NBYTES];
+    bool is_none; /* it comes later, or never */
+} answer;
+
 static void send_reply(tb__session *session, const tb__store_message *reply) {
     tb__session_touch(session);
     if (session->is_closing)
@@ -20,7 +28,7 @@ static void send_reply(tb__session *session, const tb__store_message *reply) {
         session->is_closing = true;
 }
 
-void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
+static void refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
     const char *sentence = tb_error_detail();
     send_reply(session, &(tb__store_message){
                             .id = id,
@@ -31,52 +39,36 @@ void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_s
                         });
 }
 
-static void reply_revision(tb__session *session, const tb__store_message *request, uint64_t revision) {
-    send_reply(session,
-               &(tb__store_message){.id = request->id, .op = request->op, .is_reply = true, .revision = revision});
-}
-
-/* `record` may be NULL. */
-static void reply_record(tb__session *session, uint64_t id, tb__store_op op, tb_status status,
-                         const tb__record *record) {
-    tb__store_message reply = {.id = id, .op = op, .is_reply = true, .status = status};
-    if (record) {
-        reply.revision = record->revision;
-        reply.value = tb__record_value(record);
-    }
-    send_reply(session, &reply);
-}
-
-static void end_session(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
-    tb__session_refuse(session, id, op, status);
+void tb__session_end(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
+    refuse(session, id, op, status);
     session->is_closing = true;
 }
 
-static void serve_hello(tb__session *session, const tb__store_message *request) {
-    tb__store_server *server = session->server;
-    tb_status status = TB_OK;
-    uint8_t proof[TB__PROOF_NBYTES];
-    if (session->has_hello)
-        status = tb__fail(TB_INVALID, "a second hello");
-    else if (request->version != TB__STORE_VERSION)
-        status = tb__fail(TB_REFUSED, "the client speaks version %u of the store's protocol, the server version %u",
-                          (unsigned)request->version, (unsigned)TB__STORE_VERSION);
-    else
-        status = tb__random_bytes(session->mine.nonce, sizeof session->mine.nonce);
-    if (status != TB_OK) {
-        end_session(session, request->id, request->op, status);
-        return;
+/* `record` may be NULL. */
+static tb_status give_record(answer *a, const tb__record *record, tb_status status) {
+    if (record) {
+        a->reply.revision = record->revision;
+        a->reply.value = tb__record_value(record);
     }
+    return status;
+}
+
+static tb_status serve_hello(tb__session *session, const tb__store_message *request, answer *a) {
+    tb__store_server *server = session->server;
+    if (session->has_hello)
+        return tb__fail(TB_INVALID, "a second hello");
+    if (request->version != TB__STORE_VERSION)
+        return tb__fail(TB_REFUSED, "the client speaks version %u of the store's protocol, the server version %u",
+                        (unsigned)request->version, (unsigned)TB__STORE_VERSION);
+    TB_TRY(tb__random_bytes(session->mine.nonce, sizeof session->mine.nonce));
     session->has_hello = true;
     session->peer = request->end;
     memcpy(session->mine.id, server->id, sizeof server->id);
-    tb__proof_make(&server->key, "server", TB__STORE_VERSION, &session->mine, &session->peer, proof);
-    send_reply(session, &(tb__store_message){.id = request->id,
-                                             .op = request->op,
-                                             .is_reply = true,
-                                             .version = TB__STORE_VERSION,
-                                             .end = session->mine,
-                                             .value = {.data = proof, .nbytes = sizeof proof}});
+    tb__proof_make(&server->key, "server", TB__STORE_VERSION, &session->mine, &session->peer, a->proof);
+    a->reply.version = TB__STORE_VERSION;
+    a->reply.end = session->mine;
+    a->reply.value = (tb__blob){.data = a->proof, .nbytes = sizeof a->proof};
+    return TB_OK;
 }
 
 static bool is_writer(const tb__session *session) {
@@ -103,7 +95,7 @@ static void take_over(tb__session *session, const tb__key_owner *owner) {
     session->has_ephemerals = old->has_ephemerals;
     old->has_ephemerals = false;
     tb__set_detail("a newer connection of the same process has taken over");
-    end_session(old, 0, TB__STORE_HELLO, TB_LOST);
+    tb__session_end(old, 0, TB__STORE_HELLO, TB_LOST);
 }
 
 static tb_status check_prove(const tb__session *session, const tb__store_message *request, tb__key_owner *owner) {
@@ -126,19 +118,19 @@ static tb_status check_prove(const tb__session *session, const tb__store_message
     return TB_OK;
 }
 
-static void serve_prove(tb__session *session, const tb__store_message *request) {
+static tb_status serve_prove(tb__session *session, const tb__store_message *request, answer *a) {
     tb__key_owner owner = {0};
     tb_status status = check_prove(session, request, &owner);
+    (void)a;
     if (status != TB_OK) {
         tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", session->server->endpoint.listener.address.url,
                 tb_error_detail());
-        end_session(session, request->id, request->op, status);
-        return;
+        return status;
     }
     take_over(session, &owner);
     session->has_proved = true;
     TAILQ_REMOVE(&session->server->pending_hello, session, pending_hello);
-    send_reply(session, &(tb__store_message){.id = request->id, .op = request->op, .is_reply = true});
+    return TB_OK;
 }
 
 /* Whether the session's process may write or delete the record; NULL: there is none. */
@@ -159,134 +151,95 @@ static tb_status check_writer(const tb__session *session, const tb__record *reco
     return tb__fail(TB_DENIED, "it belongs to another process");
 }
 
-static void set_key(tb__session *session, const tb__store_message *request, tb__store_lifetime lifetime) {
+static tb_status set_key(tb__session *session, const tb__store_message *request, tb__store_lifetime lifetime,
+                         answer *a) {
     tb__store_table *table = &session->server->table;
-    tb_status status = check_writer(session, tb__store_table_find(table, request->key), false);
-    if (status == TB_OK)
-        status = tb__store_table_set(table, request->key, request->value, &session->owner, lifetime);
-    if (status != TB_OK) {
-        tb__session_refuse(session, request->id, request->op, status);
-        return;
-    }
+    TB_TRY(check_writer(session, tb__store_table_find(table, request->key), false));
+    TB_TRY(tb__store_table_set(table, request->key, request->value, &session->owner, lifetime));
     session->has_ephemerals |= lifetime == TB__STORE_EPHEMERAL;
-    reply_revision(session, request, table->revision);
+    a->reply.revision = table->revision;
+    return TB_OK;
 }
 
-static void serve_set(tb__session *session, const tb__store_message *request) {
-    set_key(session, request, (tb__store_lifetime)request->lifetime);
+static tb_status serve_set(tb__session *session, const tb__store_message *request, answer *a) {
+    return set_key(session, request, (tb__store_lifetime)request->lifetime, a);
 }
 
-static void serve_count(tb__session *session, const tb__store_message *request) {
-    uint64_t before = 0;
-    tb_status status = check_writer(session, NULL, false);
-    if (status == TB_OK)
-        status =
-            tb__store_table_count(&session->server->table, request->key, request->revision, request->number, &before);
-    if (status == TB_OK)
-        reply_revision(session, request, before);
-    else
-        tb__session_refuse(session, request->id, request->op, status);
+static tb_status serve_count(tb__session *session, const tb__store_message *request, answer *a) {
+    TB_TRY(check_writer(session, NULL, false));
+    return tb__store_table_count(&session->server->table, request->key, request->revision, request->number,
+                                 &a->reply.revision);
 }
 
-static void serve_take_block(tb__session *session, const tb__store_message *request) {
-    tb__store_message reply = {.id = request->id, .op = request->op, .is_reply = true};
-    tb_status status = check_writer(session, NULL, false);
-    if (status == TB_OK)
-        status = tb__store_table_take_block(&session->server->table, request->guard, request->key, request->number,
-                                            &reply.revision, &reply.number);
-    if (status == TB_OK)
-        send_reply(session, &reply);
-    else
-        tb__session_refuse(session, request->id, request->op, status);
+static tb_status serve_take_block(tb__session *session, const tb__store_message *request, answer *a) {
+    TB_TRY(check_writer(session, NULL, false));
+    return tb__store_table_take_block(&session->server->table, request->guard, request->key, request->number,
+                                      &a->reply.revision, &a->reply.number);
 }
 
-static void serve_get(tb__session *session, const tb__store_message *request) {
-    reply_record(session, request->id, request->op, TB_OK, tb__store_table_find(&session->server->table, request->key));
+static tb_status serve_get(tb__session *session, const tb__store_message *request, answer *a) {
+    return give_record(a, tb__store_table_find(&session->server->table, request->key), TB_OK);
 }
 
-static void serve_compare_and_set(tb__session *session, const tb__store_message *request) {
+static tb_status serve_compare_and_set(tb__session *session, const tb__store_message *request, answer *a) {
     const tb__record *present = tb__store_table_find(&session->server->table, request->key);
-    if ((present ? present->revision : 0) == request->revision)
-        serve_set(session, request);
-    else
-        reply_record(session, request->id, request->op, TB_CONFLICT, present);
+    return (present ? present->revision : 0) == request->revision ? serve_set(session, request, a)
+                                                                  : give_record(a, present, TB_CONFLICT);
 }
 
-static void serve_create_guarded(tb__session *session, const tb__store_message *request) {
+static tb_status serve_create_guarded(tb__session *session, const tb__store_message *request, answer *a) {
     const tb__store_table *table = &session->server->table;
     const tb__record *guard = tb__store_table_find(table, request->guard);
     const tb__record *present = tb__store_table_find(table, request->key);
     tb__blob value = guard ? tb__record_value(guard) : (tb__blob){0};
     if (!guard || value.nbytes != request->guard_value.nbytes ||
         (value.nbytes > 0 && memcmp(value.data, request->guard_value.data, value.nbytes) != 0))
-        tb__session_refuse(session, request->id, request->op,
-                           tb__fail(TB_REFUSED, "the key that guards it has another value"));
-    else if (present)
-        reply_record(session, request->id, request->op, TB_CONFLICT, present);
-    else
-        set_key(session, request, TB__STORE_ONCE);
+        return tb__fail(TB_REFUSED, "the key that guards it has another value");
+    return present ? give_record(a, present, TB_CONFLICT) : set_key(session, request, TB__STORE_ONCE, a);
 }
 
-static void serve_delete(tb__session *session, const tb__store_message *request) {
+static tb_status serve_delete(tb__session *session, const tb__store_message *request, answer *a) {
     tb__store_table *table = &session->server->table;
-    tb_status status = check_writer(session, tb__store_table_find(table, request->key), true);
-    if (status != TB_OK) {
-        tb__session_refuse(session, request->id, request->op, status);
-        return;
-    }
+    TB_TRY(check_writer(session, tb__store_table_find(table, request->key), true));
     tb__store_table_remove(table, request->key);
-    reply_revision(session, request, table->revision);
+    a->reply.revision = table->revision;
+    return TB_OK;
 }
 
-static void serve_list(tb__session *session, const tb__store_message *request) {
+static tb_status serve_list(tb__session *session, const tb__store_message *request, answer *a) {
     const tb__store_table *table = &session->server->table;
     size_t first, last, nbytes = 0;
     tb__store_table_range(table, request->key, &first, &last);
     for (size_t i = first; i < last; i++)
         nbytes += 14 + table->records.item[i]->key_nbytes + table->records.item[i]->value_nbytes;
-    tb_status status = TB_OK;
-    tb__bytes entries = {0};
     if (nbytes > TB__STORE_MAX_REPLY - 64)
-        status = tb__fail(TB_TOO_BIG, "%zu keys with %zu bytes in all; a list has at most %d: ask for longer prefixes",
-                          last - first, nbytes, TB__STORE_MAX_REPLY - 64);
-    else if (!tb__vec_reserve(&entries, nbytes))
-        status = TB_NO_MEMORY;
-    for (size_t i = first; i < last && status == TB_OK; i++) {
+        return tb__fail(TB_TOO_BIG, "%zu keys with %zu bytes in all; a list has at most %d: ask for longer prefixes",
+                        last - first, nbytes, TB__STORE_MAX_REPLY - 64);
+    if (!tb__vec_reserve(&a->entries, nbytes))
+        return TB_NO_MEMORY;
+    for (size_t i = first; i < last; i++) {
         const tb__record *record = table->records.item[i];
-        status = tb__store_add_entry(&entries, tb__record_key(record), record->revision, tb__record_value(record));
+        TB_TRY(tb__store_add_entry(&a->entries, tb__record_key(record), record->revision, tb__record_value(record)));
     }
-    if (status == TB_OK)
-        send_reply(session, &(tb__store_message){
-                                .id = request->id,
-                                .op = request->op,
-                                .is_reply = true,
-                                .revision = table->revision,
-                                .nentries = (uint32_t)(last - first),
-                                .entries = {.data = entries.item, .nbytes = entries.count},
-                            });
-    else
-        tb__session_refuse(session, request->id, request->op, status);
-    free(entries.item);
+    a->reply.revision = table->revision;
+    a->reply.nentries = last - first;
+    return TB_OK;
 }
 
-static void add_waiter(tb__session *session, const tb__store_message *request) {
-    tb_status status = TB_OK;
-    tb__waiter *waiter = NULL;
+static tb_status add_waiter(tb__session *session, const tb__store_message *request) {
     if (session->nwaiters >= TB__SESSION_MAX_WAITERS)
-        status = tb__fail(TB_REFUSED, "%zu waits are under way on this connection, and no more are allowed",
-                          session->nwaiters);
-    else if (!(waiter = tb__malloc(1, sizeof *waiter + request->key.nbytes)))
-        status = TB_NO_MEMORY;
-    if (status != TB_OK) {
-        tb__session_refuse(session, request->id, request->op, status);
-        return;
-    }
+        return tb__fail(TB_REFUSED, "%zu waits are under way on this connection, and no more are allowed",
+                        session->nwaiters);
+    tb__waiter *waiter = tb__malloc(1, sizeof *waiter + request->key.nbytes);
+    if (!waiter)
+        return TB_NO_MEMORY;
     *waiter = (tb__waiter){.session = session, .id = request->id, .nbytes = request->key.nbytes};
     if (request->key.nbytes > 0)
         memcpy(waiter->prefix, request->key.data, request->key.nbytes);
     LIST_INSERT_HEAD(&session->server->waiters, waiter, in_server);
     LIST_INSERT_HEAD(&session->waiters, waiter, in_session);
     session->nwaiters++;
+    return TB_OK;
 }
 
 static void remove_waiter(tb__waiter *waiter) {
@@ -296,38 +249,28 @@ static void remove_waiter(tb__waiter *waiter) {
     free(waiter);
 }
 
-/* `is_known` false: the changes have to be listed. */
-static void reply_changes(tb__session *session, uint64_t id, uint64_t revision, bool is_known, const tb__bytes *entries,
-                          uint64_t count) {
-    tb__store_message reply = {
-        .id = id, .op = TB__STORE_WAIT_CHANGE, .is_reply = true, .revision = revision, .number = !is_known};
-    if (is_known) {
-        reply.nentries = count;
-        reply.entries = (tb__blob){.data = entries->item, .nbytes = entries->count};
-    }
-    send_reply(session, &reply);
-}
-
-static void serve_wait_change(tb__session *session, const tb__store_message *request) {
+/* If there are changes, all of them, or that they are not known and have to be listed. */
+static tb_status serve_wait_change(tb__session *session, const tb__store_message *request, answer *a) {
     const tb__store_table *table = &session->server->table;
-    tb__bytes entries = {0};
-    uint64_t count = 0;
-    if (!tb__store_table_changed_since(table, request->key, request->revision)) {
-        add_waiter(session, request);
-        return;
-    }
-    bool is_known = tb__store_table_get_changes(table, request->key, request->revision, &entries, &count);
-    reply_changes(session, request->id, table->revision, is_known, &entries, count);
-    free(entries.item);
+    a->is_none = !tb__store_table_changed_since(table, request->key, request->revision);
+    if (a->is_none)
+        return add_waiter(session, request);
+    a->reply.revision = table->revision;
+    a->reply.number =
+        !tb__store_table_get_changes(table, request->key, request->revision, &a->entries, &a->reply.nentries);
+    if (a->reply.number)
+        a->entries.count = a->reply.nentries = 0;
+    return TB_OK;
 }
 
-static void serve_cancel(tb__session *session, const tb__store_message *request) {
-    for (tb__waiter *waiter = LIST_FIRST(&session->waiters); waiter; waiter = LIST_NEXT(waiter, in_session)) {
-        if (waiter->id == request->id) {
-            remove_waiter(waiter);
-            return;
-        }
-    }
+static tb_status serve_cancel(tb__session *session, const tb__store_message *request, answer *a) {
+    tb__waiter *waiter = LIST_FIRST(&session->waiters);
+    a->is_none = true;
+    while (waiter && waiter->id != request->id)
+        waiter = LIST_NEXT(waiter, in_session);
+    if (waiter)
+        remove_waiter(waiter);
+    return TB_OK;
 }
 
 void tb__session_drop_waiters(tb__session *session) {
@@ -346,13 +289,20 @@ void tb__wake_waiters(void *server, const tb__record *record) {
         next = LIST_NEXT(waiter, in_server);
         if (!tb__blob_starts_with(tb__record_key(record), (tb__blob){.data = waiter->prefix, .nbytes = waiter->nbytes}))
             continue;
-        reply_changes(waiter->session, waiter->id, record->revision, is_known, &entry, 1);
+        send_reply(waiter->session, &(tb__store_message){.id = waiter->id,
+                                                         .op = TB__STORE_WAIT_CHANGE,
+                                                         .is_reply = true,
+                                                         .revision = record->revision,
+                                                         .number = !is_known,
+                                                         .nentries = is_known,
+                                                         .entries = {entry.item, is_known ? entry.count : 0}});
         remove_waiter(waiter);
     }
     free(entry.item);
 }
 
-static void (*const handlers[])(tb__session *session, const tb__store_message *request) = {
+/* A failure other than TB_CONFLICT is the reply. */
+static tb_status (*const handlers[])(tb__session *session, const tb__store_message *request, answer *a) = {
     [TB__STORE_HELLO] = serve_hello,   [TB__STORE_SET] = serve_set,
     [TB__STORE_GET] = serve_get,       [TB__STORE_COMPARE_AND_SET] = serve_compare_and_set,
     [TB__STORE_DELETE] = serve_delete, [TB__STORE_COUNT] = serve_count,
@@ -363,18 +313,28 @@ static void (*const handlers[])(tb__session *session, const tb__store_message *r
 
 _Static_assert(sizeof handlers / sizeof *handlers == TB__STORE_NOPS, "every operation has a handler");
 
-void tb__session_serve(tb__session *session, const tb__store_message *request) {
-    tb_status status = TB_OK;
+static tb_status check_request(const tb__session *session, const tb__store_message *request) {
     if (request->is_reply)
-        status = tb__fail(TB_INVALID, "a reply, where a request was expected");
-    else if (!session->has_hello && request->op != TB__STORE_HELLO)
-        status = tb__fail(TB_INVALID, "a %s before the hello", tb__store_op_name(request->op));
-    else if (!session->has_proved && request->op > TB__STORE_PROVE)
-        status = tb__fail(TB_DENIED, "a %s before the client has proved that it has the token",
-                          tb__store_op_name(request->op));
-    if (status == TB_OK) {
-        handlers[request->op](session, request);
-    } else {
-        end_session(session, request->id, request->op, status);
-    }
+        return tb__fail(TB_INVALID, "a reply, where a request was expected");
+    if (!session->has_hello && request->op != TB__STORE_HELLO)
+        return tb__fail(TB_INVALID, "a %s before the hello", tb__store_op_name(request->op));
+    if (!session->has_proved && request->op > TB__STORE_PROVE)
+        return tb__fail(TB_DENIED, "a %s before the client has proved that it has the token",
+                        tb__store_op_name(request->op));
+    return TB_OK;
+}
+
+void tb__session_serve(tb__session *session, const tb__store_message *request) {
+    answer a = {.reply = {.id = request->id, .op = request->op, .is_reply = true}};
+    tb_status status = check_request(session, request);
+    bool may_go_on = status == TB_OK && request->op > TB__STORE_PROVE;
+    if (status == TB_OK)
+        status = handlers[request->op](session, request, &a);
+    a.reply.status = status;
+    a.reply.entries = (tb__blob){.data = a.entries.item, .nbytes = a.entries.count};
+    if (status != TB_OK && status != TB_CONFLICT)
+        (may_go_on ? refuse : tb__session_end)(session, request->id, request->op, status);
+    else if (!a.is_none)
+        send_reply(session, &a.reply);
+    free(a.entries.item);
 }

@@ -54,8 +54,7 @@ static void serve_frames(tb__session *session) {
         if (status == TB_OK && has_frame)
             status = tb__store_decode(frame, &request);
         if (status != TB_OK) {
-            tb__session_refuse(session, request.id, request.op, status);
-            session->is_closing = true;
+            tb__session_end(session, request.id, request.op, status);
         } else if (has_frame) {
             tb__session_serve(session, &request);
         }
@@ -141,8 +140,7 @@ static void add_store_session(tb__endpoint *endpoint, int fd, tb_status status) 
     if (status != TB_OK) {
         tb__set_detail("%s", why.text);
         tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", endpoint->listener.address.url, why.text);
-        tb__session_refuse(session, 0, TB__STORE_HELLO, status);
-        session->is_closing = true;
+        tb__session_end(session, 0, TB__STORE_HELLO, status);
     }
     tb__session_touch(session);
 }
@@ -156,8 +154,7 @@ static void refuse_silent(tb__store_server *server) {
         if (session->is_closing)
             continue;
         tb__set_detail("no %s within %d ms", session->has_hello ? "proof" : "hello", server->limits.hello_timeout_ms);
-        tb__session_refuse(session, 0, TB__STORE_HELLO, TB_TIMEOUT);
-        session->is_closing = true;
+        tb__session_end(session, 0, TB__STORE_HELLO, TB_TIMEOUT);
     }
 }
 

@@ -62,8 +62,8 @@ struct tb__store_server {
 /* Runs one request. Replies are queued; flush_sessions sends and closes. */
 void tb__session_serve(tb__session *session, const tb__store_message *request);
 
-/* Replies with a failure, whose message is tb_error_detail. */
-void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status);
+/* Replies with a failure, whose message is tb_error_detail, and ends the session. */
+void tb__session_end(tb__session *session, uint64_t id, tb__store_op op, tb_status status);
 
 void tb__session_touch(tb__session *session); /* marks it for flush_sessions */
 void tb__session_drop_waiters(tb__session *session);

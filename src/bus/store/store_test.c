@@ -282,13 +282,12 @@ static void forget_changes(const fixture *f) {
     json_t *reply;
     for (int i = 0; i < 2; i++)
         assert_ok(tb__store_set(f->a, "q/1", "y", 1, TB__STORE_PERMANENT, &revision));
-    int length = snprintf(text, sizeof text, "{\"revision\":\"%llu\"}", (unsigned long long)revision);
-    tb__bytes body = {.item = (uint8_t *)text, .count = (size_t)length};
-    tb__gateway_call call = {.path = "/v3/kv/compaction", .body = &body, .deadline_ms = tb__now_ms() + PATIENCE_MS};
+    snprintf(text, sizeof text, "{\"revision\":\"%llu\"}", (unsigned long long)revision);
+    tb__gateway_call call = {.path = "/v3/kv/compaction", .deadline_ms = tb__now_ms() + PATIENCE_MS};
     tb__store_url parts;
     assert_ok(tb__store_url_split(f->url, &parts));
     assert_ok(tb__gateway_create(&parts, &gateway));
-    assert_ok(tb__gateway_post(gateway, &call, &reply));
+    assert_ok(tb__gateway_post(gateway, &call, json_loads(text, 0, NULL), &reply));
     json_decref(reply);
     tb__gateway_destroy(gateway);
 }
