@@ -67,16 +67,6 @@ tb_status tb__local_transfer_query(const tb_transfer *t, tb_transfer_state *out)
     return TB_OK;
 }
 
-bool tb__transfer_pair_bytes(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
-    if (i >= t->nparts)
-        return false;
-    tb__loop_lock(t->batch->world->loop);
-    *pair = t->parts[i].exchange->pair->name;
-    *bytes_done = t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send)->bytes_done : 0;
-    tb__loop_unlock(t->batch->world->loop);
-    return true;
-}
-
 static const tb__transfer_part *find_pair_part(const tb_transfer *t, const tb_pair *pair) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (strcmp(t->parts[i].exchange->pair->name, pair->name) == 0)

@@ -342,10 +342,6 @@ void tb__transfer_take_groups(tb_transfer *transfer);
 /* As tb_cancel, but does not wait for the end. */
 void tb__transfer_begin_cancel(tb_transfer *transfer);
 
-/* The bytes that a transfer has moved through the i-th pair of its batch, and the pair's name; false: there are no
- * more. Without the lock. */
-bool tb__transfer_pair_bytes(const tb_transfer *transfer, size_t i, const char **pair, int64_t *bytes_done);
-
 void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts);
 
 #endif

@@ -130,6 +130,7 @@ typedef struct agent_batch_pair {
     TB_VEC(agent_area) areas;
     size_t ntensors;
     uint64_t nbytes;       /* of this rank's part of them */
+    uint64_t moved[2];     /* bytes, by the last receive and the last send */
     tb_status status;      /* of the last transfer ... */
     char why[TB__WHY_MAX]; /* ... and its error message */
     uint64_t version;      /* of the last completed transfer; for a receive, delivered to the client */
@@ -203,7 +204,6 @@ struct agent_job {
     bool signal;                      /* QueryStatus: the group's */
     char *text;                       /* referenced by the reply; NULL: none */
     size_t leaving;                   /* index of the pair that is being removed */
-    int64_t *moved;                   /* bytes moved, by pair of the batch; NULL: unknown */
     unsigned told;                    /* events that were sent to the client */
     uint64_t attempt;                 /* of a transfer that has ended; 0: it is not known */
     atomic_bool has_progress;         /* that was not sent to the client */
@@ -333,8 +333,6 @@ void tb__agent_put_states(agent_job *job, agent_batch *batch, const tb_transfer 
                           tb__message *message);
 /* What the client has received. */
 tb_batch_state tb__agent_get_received(agent_batch *batch);
-/* Records the bytes moved through each pair, if there is memory for it. */
-void tb__agent_record_moved(agent_job *job, const tb_transfer *transfer);
 bool tb__agent_is_torn(const agent_batch *batch);
 
 /* agent_pair.c */

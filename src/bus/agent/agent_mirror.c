@@ -3,6 +3,7 @@
  * the program, which may have changed it meanwhile. */
 #include "bus/agent/agent_inside.h"
 
+#include "base/int.h"
 #include "layout/overlap.h"
 
 #include <stdlib.h>
@@ -13,16 +14,11 @@ enum { PIECES = TB__CLIENT_PROCESS_PIECES };
 /* The position of the mirror, existing or not, among those of the batch: the first that does not end before these
  * bytes. */
 static size_t find_mirror(const agent_batch *b, const tb__client_file *file, uint64_t at) {
-    size_t first = 0, last = b->mirrors.count;
-    while (first < last) {
-        size_t middle = first + (last - first) / 2;
-        const agent_mirror *m = b->mirrors.item[middle];
-        if (m->file == file ? m->at + m->nbytes <= at : (uintptr_t)m->file < (uintptr_t)file)
-            first = middle + 1;
-        else
-            last = middle;
-    }
-    return first;
+    agent_mirror *const *m = b->mirrors.item;
+    size_t i = 0;
+    TB_BISECT(i, b->mirrors.count,
+              m[i]->file == file ? m[i]->at + m[i]->nbytes > at : (uintptr_t)m[i]->file > (uintptr_t)file);
+    return i;
 }
 
 static tb_status new_mirror(const tb__client_file *file, uint64_t at, size_t nbytes, agent_mirror **out) {

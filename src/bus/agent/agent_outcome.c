@@ -69,6 +69,7 @@ static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const 
     uint64_t version = 0;
     bool is_torn = false, has_part = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
     char detail[TB__WHY_MAX];
+    s->moved[is_send] = (uint64_t)state.bytes_done;
     snprintf(detail, sizeof detail, "%s", has_part ? tb_error_detail() : why);
     bool was_received = !is_send && tb_batch_version(b->batch, s->held, &version, &is_torn) == TB_OK;
     tb_status delivered = TB_OK;
@@ -201,20 +202,4 @@ void tb__agent_put_outcomes(agent_job *job, agent_batch *b, tb__message *reply) 
                                 .is_torn = s->is_torn};
     }
     reply->pairs = (tb__outcomes){.count = n, .item = item};
-}
-
-void tb__agent_record_moved(agent_job *job, const tb_transfer *t) {
-    const agent_batch *b = job->batch;
-    const char *name;
-    int64_t done;
-    job->moved = tb__arena_alloc(&job->arena, b->batch_pairs.count, sizeof *job->moved);
-    if (!job->moved)
-        return;
-    memset(job->moved, 0, b->batch_pairs.count * sizeof *job->moved);
-    for (size_t i = 0; tb__transfer_pair_bytes(t, i, &name, &done); i++) {
-        for (size_t j = 0; j < b->batch_pairs.count; j++) {
-            if (strcmp(b->batch_pairs.item[j].pair->name, name) == 0)
-                job->moved[j] += done;
-        }
-    }
 }

@@ -233,8 +233,6 @@ static tb_status run_transfer(agent_job *job) {
         send_progress(job, t);
     while (!is_send && b->nawaiting > 0) /* they end soon, since the transfer has ended */
         pthread_cond_wait(&agent->changed, &agent->lock);
-    if (status == TB_OK)
-        tb__agent_record_moved(job, t);
     if (t && job->session->protocol > 1)
         tb__agent_put_states(job, b, t, state.events, &job->reply);
     tb__agent_unlock(agent);
@@ -312,8 +310,8 @@ static void count_transfer(const agent_job *job) {
     totals->seconds += job->reply.seconds.value;
     add_to_histogram(&totals->by_seconds, AGENT_FIRST_SECONDS, job->reply.seconds.value);
     add_to_histogram(&totals->by_nbytes, AGENT_FIRST_NBYTES, (double)job->reply.bytes.value);
-    for (size_t i = 0; job->moved && i < b->batch_pairs.count; i++)
-        b->batch_pairs.item[i].pair->moved[is_send] += (uint64_t)job->moved[i];
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        b->batch_pairs.item[i].pair->moved[is_send] += b->batch_pairs.item[i].moved[is_send];
 }
 
 void tb__agent_finish_transfer(agent_job *job) {

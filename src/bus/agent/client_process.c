@@ -2,6 +2,7 @@
 #include "bus/agent/client_process.h"
 
 #include "base/descriptors.h"
+#include "base/int.h"
 #include "base/mem.h"
 #include "base/process.h"
 #include "device/host/memory.h"
@@ -165,18 +166,12 @@ tb_status tb__client_process_read_maps(const tb__client_process *process, tb__cl
 }
 
 tb_status tb__client_maps_check(const tb__client_maps *maps, uint64_t address, size_t nbytes) {
-    size_t first = 0, last = maps->count;
+    size_t i = 0;
     uint64_t stop;
     if (__builtin_add_overflow(address, nbytes, &stop))
         return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " run past the last address", nbytes, address);
-    while (first < last) { /* the first range that ends after the address */
-        size_t middle = first + (last - first) / 2;
-        if (maps->item[middle].last <= address)
-            first = middle + 1;
-        else
-            last = middle;
-    }
-    const struct tb__client_range *r = first < maps->count ? &maps->item[first] : NULL;
+    TB_BISECT(i, maps->count, maps->item[i].last > address);
+    const struct tb__client_range *r = i < maps->count ? &maps->item[i] : NULL;
     bool is_inside = r && r->first <= address;
     if (is_inside && stop <= r->last)
         return TB_OK;

@@ -20,7 +20,8 @@ enum {
     PAGE = 4096,                       /* fewer if etcd refuses that many */
 };
 
-/* Shared by the stores of this process that have the same address, namespace and token: connections, and a lease. */
+/* Shared by the stores of this process that have the same address, namespace and token: connections, and a lease.
+ * leases_lock guards all that changes, here and in the stores. */
 typedef struct etcd_lease {
     LIST_ENTRY(etcd_lease) link; /* in `leases`, while more stores may share it */
     tb__store_url url;
@@ -29,13 +30,8 @@ typedef struct etcd_lease {
     int64_t id, ms;
     pthread_t keeper;
     int64_t renewed_ms; /* when the last renewal that succeeded was sent; only the lease thread uses it */
-    bool is_granted;    /* guarded by leases_lock, like these */
-    bool is_listed;
+    bool is_granted, is_listed, is_ending;
     size_t nstores, nopen; /* that have not been closed; that have not hung up */
-
-    pthread_mutex_t lock;
-    pthread_cond_t ended;
-    bool is_ending;
 } etcd_lease;
 
 LIST_HEAD(lease_list, etcd_lease);
@@ -50,8 +46,7 @@ typedef struct etcd_client {
     pid_t owner;
     etcd_lease *lease;
     tb__gateway_user user;
-    bool is_hung_up; /* guarded by leases_lock */
-    pthread_mutex_t lock;
+    bool is_hung_up;
     TB_VEC(struct bound_key {
         char *key;
         uint64_t revision; /* 0: not known */
@@ -75,12 +70,10 @@ static void stop_lease(etcd_lease *l, const char *why) {
     if (l->is_listed)
         LIST_REMOVE(l, link);
     l->is_listed = false;
-    pthread_mutex_unlock(&leases_lock);
     tb__gateway_stop(l->gateway, why);
-    pthread_mutex_lock(&l->lock);
     l->is_ending = true;
-    pthread_cond_signal(&l->ended);
-    pthread_mutex_unlock(&l->lock);
+    pthread_cond_broadcast(&leases_changed);
+    pthread_mutex_unlock(&leases_lock);
 }
 
 /* Takes over the request. */
@@ -109,7 +102,7 @@ static tb_status post_change(etcd_client *c, const char *path, json_t *request, 
 static tb_status bind_key(etcd_client *c, const char *key, uint64_t revision) {
     struct bound_key *at = NULL;
     tb_status status = TB_OK;
-    pthread_mutex_lock(&c->lock);
+    pthread_mutex_lock(&leases_lock);
     for (size_t i = 0; i < c->keys.count && !at; i++)
         at = strcmp(c->keys.item[i].key, key) == 0 ? &c->keys.item[i] : NULL;
     if (!at) {
@@ -121,12 +114,12 @@ static tb_status bind_key(etcd_client *c, const char *key, uint64_t revision) {
     }
     if (at)
         at->revision = revision;
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&leases_lock);
     return status;
 }
 
 static void unbind_key(etcd_client *c, const char *key) {
-    pthread_mutex_lock(&c->lock);
+    pthread_mutex_lock(&leases_lock);
     for (size_t i = 0; i < c->keys.count; i++) {
         if (strcmp(c->keys.item[i].key, key) != 0)
             continue;
@@ -134,7 +127,7 @@ static void unbind_key(etcd_client *c, const char *key) {
         c->keys.item[i] = c->keys.item[--c->keys.count];
         break;
     }
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&leases_lock);
 }
 
 /* The lease that the key is bound to; 0: none. */
@@ -499,11 +492,11 @@ static void revoke_lease(etcd_lease *l) {
 /* True if it is time to end. */
 static bool sleep_unless_ending(etcd_lease *l, int64_t until_ms) {
     struct timespec until = tb__time_of_ms(until_ms);
-    pthread_mutex_lock(&l->lock);
-    while (!l->is_ending && pthread_cond_timedwait(&l->ended, &l->lock, &until) == 0)
+    pthread_mutex_lock(&leases_lock);
+    while (!l->is_ending && pthread_cond_timedwait(&leases_changed, &leases_lock, &until) == 0)
         ;
     bool is_ending = l->is_ending;
-    pthread_mutex_unlock(&l->lock);
+    pthread_mutex_unlock(&leases_lock);
     return is_ending;
 }
 
@@ -565,8 +558,6 @@ static tb_status check_token(etcd_client *c, const char *name_space, const char 
 
 static void free_lease(etcd_lease *l) {
     tb__gateway_destroy(l->gateway);
-    pthread_cond_destroy(&l->ended);
-    pthread_mutex_destroy(&l->lock);
     if (l->token)
         explicit_bzero(l->token, strlen(l->token));
     free(l->token);
@@ -577,7 +568,6 @@ static void free_client(etcd_client *c) {
     for (size_t i = 0; i < c->keys.count; i++)
         free(c->keys.item[i].key);
     free(c->keys.item);
-    pthread_mutex_destroy(&c->lock);
     free(c);
 }
 
@@ -587,13 +577,13 @@ static void etcd_interrupt(void *context) {
 }
 
 static bool get_bound_key(etcd_client *c, size_t i, etcd_key *key, uint64_t *revision) {
-    pthread_mutex_lock(&c->lock);
+    pthread_mutex_lock(&leases_lock);
     bool is_there = i < c->keys.count;
     if (is_there) {
         snprintf(key->text, sizeof key->text, "%s", c->keys.item[i].key);
         *revision = c->keys.item[i].revision;
     }
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&leases_lock);
     return is_there;
 }
 
@@ -680,8 +670,6 @@ static etcd_lease *create_lease(const tb__store_url *url, const char *token) {
     if (!l)
         return NULL;
     l->url = *url;
-    pthread_mutex_init(&l->lock, NULL);
-    tb__monotonic_cond_init(&l->ended);
     l->nstores = l->nopen = 1;
     l->token = tb__strdup(token);
     if (l->token)
@@ -758,7 +746,6 @@ tb_status tb__etcd_store_open(const tb__store_url *url, const char *token, const
         return TB_NO_MEMORY;
     snprintf(c->url, sizeof c->url, "%s", url->base);
     c->owner = getpid();
-    pthread_mutex_init(&c->lock, NULL);
     pthread_once(&leases_once, begin_leases);
     tb_status status = take_lease(url, token, deadline_ms, &c->lease);
     if (status == TB_OK && !c->lease->gateway) {
