@@ -317,10 +317,10 @@ void tb__agent_finish_invalidate(agent_job *job);
  * unknown before. */
 tb_status tb__agent_deliver_late(agent_batch *batch);
 /* Records the end of a transfer. If it has not begun (NULL), `status` and `why` are those of all pairs. Writes to the
- * client's memory what was received through the pairs that succeeded, and nothing else. Returns the first failure to
- * write it. */
-tb_status tb__agent_record_end(agent_batch *batch, const tb_transfer *transfer, bool is_send, tb_status status,
-                               const char *why);
+ * client's memory what was received through the pairs that succeeded, and nothing else. The first failure to write it
+ * becomes the status, if that was TB_OK. */
+void tb__agent_record_end(agent_batch *batch, const tb_transfer *transfer, bool is_send, tb_status *status,
+                          char why[TB__WHY_MAX]);
 /* Writes to the client's memory what has arrived of groups of tensors up to this one. */
 tb_status tb__agent_deliver_groups(agent_batch *batch, uint32_t group);
 /* After pairs were added or removed. */

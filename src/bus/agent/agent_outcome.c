@@ -43,6 +43,13 @@ static tb_status deliver_version(agent_batch *b, agent_batch_pair *s, uint64_t v
     return status;
 }
 
+static void keep_first(tb_status status, tb_status *first, char why[TB__WHY_MAX]) {
+    if (status == TB_OK || *first != TB_OK)
+        return;
+    *first = status;
+    snprintf(why, TB__WHY_MAX, "%s", tb_error_detail());
+}
+
 tb_status tb__agent_deliver_late(agent_batch *b) {
     tb_status first = TB_OK;
     char why[TB__WHY_MAX];
@@ -52,11 +59,7 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
         agent_batch_pair *s = &b->batch_pairs.item[i];
         if (tb_batch_version(b->batch, s->held, &version, &is_torn) != TB_OK || s->committed == version)
             continue; /* a send and a receive may both check */
-        tb_status status = deliver_version(b, s, version);
-        if (status != TB_OK && first == TB_OK) {
-            first = status;
-            snprintf(why, sizeof why, "%s", tb_error_detail());
-        }
+        keep_first(deliver_version(b, s, version), &first, why);
     }
     tb__agent_update_version(b);
     return first == TB_OK ? TB_OK : tb__fail(first, "%s", why);
@@ -87,18 +90,18 @@ static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const 
     return delivered == TB_OK ? TB_OK : tb__fail(delivered, "%s", detail);
 }
 
-tb_status tb__agent_record_end(agent_batch *b, const tb_transfer *t, bool is_send, tb_status status, const char *why) {
+void tb__agent_record_end(agent_batch *b, const tb_transfer *t, bool is_send, tb_status *status,
+                          char why[TB__WHY_MAX]) {
     tb_status first = TB_OK;
-    char detail[TB__WHY_MAX];
-    for (size_t i = 0; i < b->batch_pairs.count; i++) {
-        tb_status delivered = record_pair_outcome(b, &b->batch_pairs.item[i], t, is_send, status, why);
-        if (delivered != TB_OK && first == TB_OK) {
-            first = delivered;
-            snprintf(detail, sizeof detail, "%s", tb_error_detail());
-        }
-    }
+    char detail[TB__WHY_MAX] = "";
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        keep_first(record_pair_outcome(b, &b->batch_pairs.item[i], t, is_send, *status, why), &first, detail);
     tb__agent_update_version(b);
-    return first == TB_OK ? TB_OK : tb__fail(first, "%s", detail);
+    b->is_delivered |= first == TB_OK && !is_send;
+    if (first != TB_OK && *status == TB_OK) {
+        *status = first;
+        memcpy(why, detail, sizeof detail);
+    }
 }
 
 void tb__agent_update_version(agent_batch *b) {
@@ -133,17 +136,6 @@ tb_batch_state tb__agent_get_received(agent_batch *b) {
     return state;
 }
 
-static tb_status put_state(agent_job *job, const tb__state_payload *p, tb__entry *out) {
-    tb__bytes bytes = {0};
-    TB_TRY(tb__map_encode(&tb__state_schema, p, &bytes));
-    uint8_t *kept = tb__arena_alloc(&job->arena, bytes.count, 1);
-    if (kept)
-        memcpy(kept, bytes.item, bytes.count);
-    out->payload = (tb__blob){kept, bytes.count};
-    free(bytes.item);
-    return kept ? TB_OK : TB_NO_MEMORY;
-}
-
 void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, unsigned events, tb__message *out) {
     size_t n = b->batch_pairs.count;
     tb__entry *item = tb__arena_alloc(&job->arena, n + 1, sizeof *item);
@@ -158,7 +150,7 @@ void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, 
     all.message = all.state.status == TB_OK ? "" : tb_error_detail();
     all.state.events = events;
     item[0].pair_name = "";
-    tb_status status = put_state(job, &all, &item[0]);
+    tb_status status = tb__map_encode_kept(&tb__state_schema, &all, &job->arena, &item[0].payload);
     for (size_t i = 0; i < n && status == TB_OK; i++) {
         const agent_batch_pair *s = &b->batch_pairs.item[i];
         char why[TB__WHY_MAX] = "";
@@ -175,7 +167,7 @@ void tb__agent_put_states(agent_job *job, agent_batch *b, const tb_transfer *t, 
         p.is_torn = s->is_torn;
         p.state.events &= events | ~(unsigned)(TB_ARRIVED | TB_COMMITTED);
         item[i + 1].pair_name = s->pair->name;
-        status = put_state(job, &p, &item[i + 1]);
+        status = tb__map_encode_kept(&tb__state_schema, &p, &job->arena, &item[i + 1].payload);
     }
     if (status == TB_OK)
         out->states = (tb__entries){n + 1, item};

@@ -28,17 +28,6 @@ static void send_event(const agent_job *job, tb__event_name name, uint64_t attem
     tb__agent_session_reply(job->session, &event);
 }
 
-/* A job's. */
-static void tell_event(agent_job *job, const tb_transfer *t, size_t i) {
-    tb_transfer_state state = {.size = sizeof state};
-    tb_transfer_query(t, &state);
-    tb__agent_lock(job->agent);
-    send_event(job, events[i].name, state.attempt, TB_OK, "", (tb__entries){0});
-    job->told |= (unsigned)events[i].event;
-    tb__agent_unlock(job->agent);
-    tb__endpoint_wake(&job->agent->endpoint);
-}
-
 /* In the thread of the world's loop, with its lock. */
 static void on_progress(void *arg, const tb_transfer_state *state) {
     agent_job *job = arg;
@@ -131,48 +120,44 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
-/* Waits for the transfer's events in order, and sends those that the client wants. */
-static tb_status tell_events(agent_job *job, tb_transfer *t, bool is_send) {
-    const agent_batch *b = job->batch;
-    bool is_shadowed = b->batch->opts.commit == TB_SHADOW;
-    if (!job->message.events)
-        return TB_OK;
-    if (is_send) {
-        if (!tb__agent_is_mirrored(b))
-            TB_TRY(tb__transfer_wait_any(t, TB_RELEASED));
-        tell_event(job, t, RELEASED);
-        return TB_OK;
-    }
-    /* If a pair has failed, not everything arrives; the others are held nevertheless. */
-    TB_TRY(tb__transfer_wait_any(t, TB_ARRIVED | (job->message.hold ? TB_DECIDED : 0U)));
+/* Sends the events that the client sees and was not told. A job's. */
+static void tell_events(agent_job *job, const tb_transfer *t, bool is_send) {
     tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
-    if (state.events & TB_ARRIVED && (is_shadowed || !tb__agent_has_mirrors(b)))
-        tell_event(job, t, ARRIVED);
-    if (!job->message.hold)
-        return TB_OK;
-    TB_TRY(tb__transfer_wait_any(t, TB_DECIDED));
-    tell_event(job, t, COMMITTING);
-    return TB_OK;
+    tb__agent_lock(job->agent);
+    unsigned seen = seen_by_client(job->batch, is_send, &state) & ~(unsigned)TB_COMMITTED & ~job->told;
+    for (size_t i = 0; i < NEVENTS; i++) {
+        if (seen & (unsigned)events[i].event)
+            send_event(job, events[i].name, state.attempt, TB_OK, "", (tb__entries){0});
+    }
+    job->told |= seen;
+    tb__agent_unlock(job->agent);
+    tb__endpoint_wake(&job->agent->endpoint);
 }
 
-/* Records the end, and writes the client's memory. A failure to do so counts if there was none before. */
-static void deliver(agent_batch *b, const tb_transfer *t, bool is_send, tb_status *status, char why[TB__WHY_MAX]) {
-    tb_status delivered = tb__agent_record_end(b, t, is_send, *status, why);
-    b->is_delivered |= delivered == TB_OK && !is_send;
-    if (delivered == TB_OK || *status != TB_OK)
-        return;
-    *status = delivered;
-    snprintf(why, TB__WHY_MAX, "%s", tb_error_detail());
+/* Waits for the transfer's events in order, and sends them, if the client wants them. */
+static tb_status await_events(agent_job *job, tb_transfer *t, bool is_send) {
+    unsigned held = job->message.hold ? TB_DECIDED : 0U;
+    if (!job->message.events)
+        return TB_OK;
+    /* If a pair has failed, not everything arrives; the others are held nevertheless. */
+    if (!is_send || !tb__agent_is_mirrored(job->batch))
+        TB_TRY(tb__transfer_wait_any(t, is_send ? (unsigned)TB_RELEASED : TB_ARRIVED | held));
+    tell_events(job, t, is_send);
+    if (!held)
+        return TB_OK;
+    TB_TRY(tb__transfer_wait_any(t, held));
+    tell_events(job, t, is_send);
+    return TB_OK;
 }
 
 /* With whole_group, the other ranks wait until the client's memory is written. */
 static void deliver_before_end(agent_job *job, tb_transfer *t, tb_status *status, char why[TB__WHY_MAX]) {
     tb__agent_lock(job->agent);
-    deliver(job->batch, t, false, status, why);
+    tb__agent_record_end(job->batch, t, false, status, why);
     tb__agent_unlock(job->agent);
     if (*status == TB_OK && job->message.events)
-        tell_event(job, t, ARRIVED);
+        tell_events(job, t, false);
     tb__transfer_delivered(t, *status, why);
 }
 
@@ -206,7 +191,7 @@ static tb_status run_transfer(agent_job *job) {
     if (status == TB_OK && job->session->protocol == 1) /* other clients allow groups of tensors by AwaitTensors */
         tb__transfer_take_groups(t);
     if (status == TB_OK)
-        status = tell_events(job, t, is_send);
+        status = await_events(job, t, is_send);
     char why[TB__WHY_MAX] = "";
     bool is_whole = job->message.whole_group && !is_send && tb__agent_has_mirrors(b);
     if (status == TB_OK && is_whole)
@@ -222,7 +207,7 @@ static tb_status run_transfer(agent_job *job) {
     if (is_delivered)
         tb__agent_update_version(b);
     else
-        deliver(b, t, is_send, &status, why);
+        tb__agent_record_end(b, t, is_send, &status, why);
     if (t)
         tb_transfer_query(t, &state);
     state.events = seen_by_client(b, is_send, &state);

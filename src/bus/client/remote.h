@@ -115,7 +115,9 @@ typedef struct remote_batch {
 
 /* A RegisterTensors that is being made. */
 typedef struct remote_frame {
-    TB_VEC(int) fds;         /* of the host memory that tensors are in */
+    tb__message message;
+    tb__arena arena;         /* of the message */
+    TB_VEC(int) fds;         /* of the host memory that tensors are in, and then the others of the frame */
     TB_VEC(size_t) memories; /* device memory that they are in: indices in the batch's `memories` */
     tb__memory_key key;      /* whose descriptors are those of device memory */
     tb__bytes payloads;      /* of the tensors */
@@ -123,11 +125,8 @@ typedef struct remote_frame {
 
 /* The part of a transfer that goes through one pair. */
 typedef struct remote_part {
-    const char *pair, *side; /* the transfer's arena; NULL: the agent's own group */
-    tb_transfer_state state;
-    const char *why;
-    uint64_t received;
-    bool is_torn;
+    const char *pair;
+    tb__state_payload at; /* text in the transfer's arena, like the pair's name */
 } remote_part;
 
 struct remote_transfer {
@@ -188,9 +187,8 @@ tb_status tb__remote_describe_device(remote_batch *batch, remote_frame *frame, t
                                      size_t *copy);
 /* TB_INVALID, naming a tensor, if memory that the agent maps was remapped: the agent would go on with the old one. */
 tb_status tb__remote_check_memories(const remote_batch *batch);
-/* The message's description of the device memory that the frame's tensors are in: payloads, to be freed by the caller
- * with their entries. Adds the descriptors to the frame. */
-tb_status tb__remote_share_memories(const remote_batch *batch, remote_frame *frame, tb__entries *out);
+/* Adds to the frame's message the device memory that its tensors are in, and the descriptors to its key. */
+tb_status tb__remote_share_memories(const remote_batch *batch, remote_frame *frame);
 /* Copies memory that is not mapped: before a transfer; or after it, data received through a pair, of groups of tensors
  * from `first` to before `last`. */
 tb_status tb__remote_copy_out(const remote_batch *batch, int64_t deadline_ms);

@@ -251,15 +251,21 @@ tb_status tb__remote_batch_add_pair(tb_batch *batch, tb_pair *pair) {
 }
 
 static void frame_fini(remote_frame *f) {
+    tb__arena_fini(&f->arena);
     free(f->fds.item);
     free(f->memories.item);
     free(f->payloads.item);
     tb__memory_key_fini(&f->key);
 }
 
-/* Describes the tensors that the agent does not have, in its entries and their sides. */
-static tb_status fill_frame(remote_batch *b, remote_frame *f, tb__entry *entries, const char **sides) {
+/* Describes the tensors that the agent does not have. */
+static tb_status fill_frame(remote_batch *b, remote_frame *f) {
     size_t n = b->tensors.count - b->nregistered, at = 0;
+    tb__entry *entries = tb__arena_alloc(&f->arena, n, sizeof *entries);
+    const char **sides = tb__arena_alloc(&f->arena, n, sizeof *sides);
+    bool is_second_seat = false;
+    if (!entries || !sides)
+        return TB_NO_MEMORY;
     for (size_t i = 0; i < n; i++) {
         remote_tensor *t = &b->tensors.item[b->nregistered + i];
         size_t start = f->payloads.count;
@@ -268,74 +274,54 @@ static tb_status fill_frame(remote_batch *b, remote_frame *f, tb__entry *entries
             return tb__fail_within(status, "tensor '%.100s'", t->name);
         entries[i] = (tb__entry){t->pair->name, {NULL, f->payloads.count - start}};
         sides[i] = t->pair->group;
+        is_second_seat |= strcmp(sides[i], b->world->link->group) != 0;
     }
     for (size_t i = 0; i < n; at += entries[i++].payload.nbytes) /* they do not move any more */
         entries[i].payload.data = entries[i].payload.nbytes ? f->payloads.item + at : NULL;
+    f->message.tensors = (tb__entries){n, entries};
+    if (is_second_seat)
+        f->message.sides = (tb__texts){n, sides};
     return TB_OK;
 }
 
-/* The frame's descriptors: of files, of device memory, and the mark's. */
-static int *gather_fds(const remote_batch *b, const remote_frame *f, tb__message *message, size_t *count) {
-    int *fds = tb__malloc(f->fds.count + f->key.fds.count + 1, sizeof *fds);
-    size_t n = 0;
+/* After those of files: the descriptors of device memory, and the mark's. */
+static tb_status add_fds(const remote_batch *b, remote_frame *f) {
     tb__arena_file file = {0};
-    if (!fds)
-        return NULL;
-    for (size_t i = 0; i < f->fds.count; i++)
-        fds[n++] = f->fds.item[i];
+    if (!tb__vec_reserve(&f->fds, f->key.fds.count + 1))
+        return TB_NO_MEMORY;
     for (size_t i = 0; i < f->key.fds.count; i++)
-        fds[n++] = f->key.fds.item[i];
+        f->fds.item[f->fds.count++] = f->key.fds.item[i];
     (void)tb__memory_find(b->mark, sizeof *b->mark, &file); /* tb_alloc made it */
-    message->mark = tb__some_uint(n);
-    message->mark_offset = (uint64_t)((const char *)b->mark - (const char *)file.base);
-    fds[n++] = file.fd;
-    *count = n;
-    return fds;
+    f->message.mark = tb__some_uint(f->fds.count);
+    f->message.mark_offset = (uint64_t)((const char *)b->mark - (const char *)file.base);
+    f->fds.item[f->fds.count++] = file.fd;
+    return TB_OK;
 }
 
-static tb_status send_frame(const remote_batch *b, remote_frame *f, tb__message *message, int timeout_ms,
-                            bool *is_unmapped) {
+static tb_status send_frame(const remote_batch *b, remote_frame *f, int timeout_ms, bool *is_unmapped) {
     tb__link_reply *reply = NULL;
-    int *fds = NULL;
-    size_t nfds;
     pthread_mutex_lock(&b->world->device_lock);
-    tb_status status = tb__remote_share_memories(b, f, &message->memories);
+    tb_status status = tb__remote_share_memories(b, f);
     pthread_mutex_unlock(&b->world->device_lock);
     *is_unmapped = status == TB_REFUSED;
-    if (status == TB_OK && !(fds = gather_fds(b, f, message, &nfds)))
-        status = TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = add_fds(b, f);
     if (status == TB_OK) {
-        status = tb__link_call(b->world->link, message, fds, nfds, timeout_ms, "registered the batch", &reply);
+        status = tb__link_call(b->world->link, &f->message, f->fds.item, f->fds.count, timeout_ms,
+                               "registered the batch", &reply);
         *is_unmapped = status == TB_REFUSED && reply && reply->message.unmapped.value;
     }
     tb__link_reply_free(reply);
-    for (size_t i = 0; i < message->memories.count; i++)
-        free((void *)(uintptr_t)message->memories.item[i].payload.data);
-    free((void *)(uintptr_t)message->memories.item);
-    message->memories = (tb__entries){0};
-    free(fds);
     return status;
 }
 
 /* *is_unmapped: the agent can't map device memory. */
-static tb_status send_tensors(remote_batch *b, tb__message *message, int timeout_ms, bool *is_unmapped) {
-    size_t n = b->tensors.count - b->nregistered;
-    remote_frame frame = {0};
-    bool is_second_seat = false;
-    tb__entry *entries = tb__malloc(n, sizeof *entries);
-    const char **sides = tb__malloc(n, sizeof *sides);
-    *is_unmapped = false;
-    tb_status status = entries && sides ? fill_frame(b, &frame, entries, sides) : TB_NO_MEMORY;
-    for (size_t i = 0; i < n && status == TB_OK; i++)
-        is_second_seat |= strcmp(sides[i], b->world->link->group) != 0;
-    message->tensors = (tb__entries){n, entries};
-    if (is_second_seat)
-        message->sides = (tb__texts){n, sides};
+static tb_status send_tensors(remote_batch *b, const tb__message *message, int timeout_ms, bool *is_unmapped) {
+    remote_frame frame = {.message = *message};
+    tb_status status = fill_frame(b, &frame);
     if (status == TB_OK)
-        status = send_frame(b, &frame, message, timeout_ms, is_unmapped);
+        status = send_frame(b, &frame, timeout_ms, is_unmapped);
     frame_fini(&frame);
-    free(entries);
-    free(sides);
     return status;
 }
 

@@ -122,7 +122,7 @@ tb_status tb__remote_check_memories(const remote_batch *b) {
 }
 
 /* Its descriptors come after those of the frame's host memory. */
-static tb_status share_memory(const remote_memory *m, remote_frame *f, tb__bytes *payload) {
+static tb_status share_memory(const remote_memory *m, remote_frame *f, tb__blob *payload) {
     tb__memory_key key = {0}, *all = &f->key;
     tb_status status = tb__device_share(m->device, &m->memory, &key);
     if (status == TB_OK && !tb__vec_reserve(&all->fds, key.fds.count))
@@ -134,7 +134,7 @@ static tb_status share_memory(const remote_memory *m, remote_frame *f, tb__bytes
                                   .fd = key.fds.count ? f->fds.count + all->fds.count : 0,
                                   .nfds = key.fds.count,
                                   .key = {key.bytes.data, key.bytes.count}};
-        status = tb__map_encode(&tb__device_memory_schema, &what, payload);
+        status = tb__map_encode_kept(&tb__device_memory_schema, &what, &f->arena, payload);
     }
     for (size_t i = 0; i < key.fds.count && status == TB_OK; i++)
         all->fds.item[all->fds.count++] = key.fds.item[i];
@@ -144,22 +144,17 @@ static tb_status share_memory(const remote_memory *m, remote_frame *f, tb__bytes
     return status;
 }
 
-tb_status tb__remote_share_memories(const remote_batch *b, remote_frame *f, tb__entries *out) {
-    tb__entry *entries = tb__calloc(f->memories.count, sizeof *entries);
-    tb_status status = TB_OK;
-    *out = (tb__entries){0};
+tb_status tb__remote_share_memories(const remote_batch *b, remote_frame *f) {
+    tb__entry *entries = tb__arena_alloc(&f->arena, f->memories.count, sizeof *entries);
     if (!entries)
         return TB_NO_MEMORY;
-    *out = (tb__entries){f->memories.count, entries};
-    for (size_t i = 0; i < out->count; i++) {
+    for (size_t i = 0; i < f->memories.count; i++) {
         const remote_memory *m = &b->memories.item[f->memories.item[i]];
-        tb__bytes payload = {0};
         entries[i].pair_name = m->device->ops->name;
-        if (status == TB_OK)
-            status = share_memory(m, f, &payload);
-        entries[i].payload = (tb__blob){payload.item, payload.count};
+        TB_TRY(share_memory(m, f, &entries[i].payload));
     }
-    return status;
+    f->message.memories = (tb__entries){f->memories.count, entries};
+    return TB_OK;
 }
 
 static tb_status get_copy(remote_batch *b, tb__device *device, const void *at, size_t nbytes, size_t *out) {

@@ -22,35 +22,26 @@ void tb__remote_clear_news(remote_transfer *t) {
         eventfd_read(t->fd, &unused);
 }
 
-static const char *keep_text(remote_transfer *t, const char *text) {
-    const char *copy = text ? tb__arena_strdup(&t->arena, text) : NULL;
-    return copy ? copy : text ? "" : NULL;
-}
-
 void tb__remote_read_states(remote_transfer *t, const tb__entries *states) {
     tb__arena scratch = {0};
-    if (states->count > 1) {
+    bool has_parts = states->count > 1; /* Events of progress have none */
+    tb__arena *arena = has_parts ? &t->arena : &scratch;
+    if (has_parts) {
         t->parts.count = 0;
-        tb__arena_reset(&t->arena);
+        tb__arena_reset(arena);
     }
     for (size_t i = 0; i < states->count; i++) {
-        tb__state_payload p = {0};
-        if (tb__map_decode(&tb__state_schema, states->item[i].payload, &scratch, &p) != TB_OK)
+        remote_part part = {.pair = tb__arena_strdup(arena, states->item[i].pair_name)};
+        const tb__state_payload *p = &part.at;
+        if (!part.pair || tb__map_decode(&tb__state_schema, states->item[i].payload, arena, &part.at) != TB_OK)
             continue; /* if memory is short, the previous state stays */
-        if (!*states->item[i].pair_name) {
-            t->state = p.state;
-            if (states->count > 1) /* Events of progress do not have it */
-                t->batch->last = (tb_batch_state){
-                    .version = p.received, .is_torn = p.is_torn, .is_mixed = p.is_mixed, .is_in_doubt = p.is_in_doubt};
-            continue;
-        }
-        remote_part part = {.pair = keep_text(t, states->item[i].pair_name),
-                            .side = keep_text(t, p.side),
-                            .state = p.state,
-                            .why = keep_text(t, p.message),
-                            .received = p.received,
-                            .is_torn = p.is_torn};
-        (void)tb__vec_push(&t->parts, part);
+        if (!*part.pair)
+            t->state = p->state;
+        else if (has_parts)
+            (void)tb__vec_push(&t->parts, part);
+        if (!*part.pair && has_parts)
+            t->batch->last = (tb_batch_state){
+                .version = p->received, .is_torn = p->is_torn, .is_mixed = p->is_mixed, .is_in_doubt = p->is_in_doubt};
     }
     tb__arena_fini(&scratch);
 }
@@ -258,7 +249,8 @@ static remote_part *find_part(const remote_transfer *t, const remote_pair *pair)
     bool is_first_seat = strcmp(pair->group, pair->world->link->group) == 0;
     for (size_t i = 0; i < t->parts.count; i++) {
         remote_part *part = &t->parts.item[i];
-        if (strcmp(part->pair, pair->name) == 0 && (part->side ? strcmp(part->side, pair->group) == 0 : is_first_seat))
+        if (strcmp(part->pair, pair->name) == 0 &&
+            (part->at.side ? strcmp(part->at.side, pair->group) == 0 : is_first_seat))
             return part;
     }
     return NULL;
@@ -278,8 +270,8 @@ tb_status tb__remote_batch_version(tb_batch *batch, const tb_pair *pair, uint64_
         tb__remote_read_states(&read, &reply->message.states);
     const remote_part *part = find_part(&read, p);
     if (status == TB_OK && part) {
-        *version = part->received;
-        *is_torn = part->is_torn || b->is_torn_here;
+        *version = part->at.received;
+        *is_torn = part->at.is_torn || b->is_torn_here;
     } else if (status == TB_OK) {
         status = tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", p->name, b->name);
     }
@@ -322,10 +314,10 @@ tb_status tb__remote_transfer_pair(const tb_transfer *transfer, const tb_pair *p
     tb_status status = update_state(t);
     const remote_part *part = find_part(t, p);
     if (part) {
-        *out = part->state;
+        *out = part->at.state;
         status = TB_OK;
         if (out->status != TB_OK)
-            tb__set_detail("%s", part->why);
+            tb__set_detail("%s", part->at.message);
     } else if (t->has_ended && t->status != TB_OK && tb__remote_batch_has(t->batch, p->name)) { /* the agent is gone */
         *out = (tb_transfer_state){.status = t->status};
         status = TB_OK;

@@ -34,7 +34,7 @@ static tb_status prepare_memory(remote_batch *b, bool is_send, const tb_transfer
 static bool has_succeeded(const remote_transfer *t, const remote_pair *pair) {
     for (size_t i = 0; i < t->parts.count; i++) {
         const remote_part *part = &t->parts.item[i];
-        if (strcmp(part->pair, pair->name) == 0 && part->state.status == TB_OK)
+        if (strcmp(part->pair, pair->name) == 0 && part->at.state.status == TB_OK)
             return true;
     }
     return false;

@@ -157,6 +157,8 @@ int tb__append_packed(void *out, const char *bytes, size_t nbytes);
 
 /* Appends the map. On failure nothing is appended; the error message names the field. */
 tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out);
+/* The same, with the arena's lifetime. */
+tb_status tb__map_encode_kept(const tb__schema *schema, const void *from, tb__arena *arena, tb__blob *out);
 
 /* Reads a map, which is all of the bytes, into the struct: its own fields are set, the others left alone. Text and
  * arrays are the arena's; bytes point into the input. */

@@ -263,3 +263,13 @@ tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *
         out->count = start;
     return status;
 }
+
+tb_status tb__map_encode_kept(const tb__schema *schema, const void *from, tb__arena *arena, tb__blob *out) {
+    tb__bytes bytes = {0};
+    tb_status status = tb__map_encode(schema, from, &bytes);
+    void *kept = status == TB_OK ? tb__arena_alloc(arena, bytes.count, 1) : NULL;
+    if (kept)
+        *out = (tb__blob){memcpy(kept, bytes.item, bytes.count), bytes.count};
+    free(bytes.item);
+    return status == TB_OK && !kept ? TB_NO_MEMORY : status;
+}

@@ -90,10 +90,7 @@ const tb__schema tb__device_memory_schema = TB__SCHEMA("device memory", device_m
 const tb__schema tb__tensor_schema = TB__SCHEMA("tensor", tensor_fields, wire_tensor);
 const tb__schema tb__state_schema = TB__SCHEMA("state", state_fields, tb__state_payload);
 
-/* Parts of a tensor, contiguous in one buffer: it moves while it grows, so their ends are recorded. */
-enum { MESH, PLACEMENTS, MEM, SCALES, SCALE, NPARTS };
-
-static tb_status encode_memory(const tb__payload_memory *memory, tb__bytes *out) {
+static tb_status encode_memory(const tb__payload_memory *memory, tb__arena *arena, tb__blob *out) {
     if (memory->kind == TB__MEMORY_NONE)
         return TB_OK;
     wire_memory wire = {0};
@@ -104,7 +101,7 @@ static tb_status encode_memory(const tb__payload_memory *memory, tb__bytes *out)
     if (memory->kind == TB__MEMORY_ADDRESS || memory->address)
         wire.address = tb__some_uint(memory->address);
     wire.copied_from = memory->copied_from;
-    return tb__map_encode(&tb__memory_schema, &wire, out);
+    return tb__map_encode_kept(&tb__memory_schema, &wire, arena, out);
 }
 
 static bool same_mesh(const tb_layout *a, const tb_layout *b) {
@@ -118,19 +115,18 @@ static bool same_mesh(const tb_layout *a, const tb_layout *b) {
     return true;
 }
 
-static tb_status encode_parts(const tb__tensor_payload *t, const tb_layout *pair, tb__bytes *out, size_t *ends) {
+/* The buffers must be freed also if it fails. */
+static tb_status encode_parts(const tb__tensor_payload *t, const tb_layout *pair, tb__arena *arena, tb__bytes *mesh,
+                              tb__bytes *placements, wire_tensor *out) {
     if (t->layout && !(pair && same_mesh(t->layout, pair)))
-        TB_TRY(tb__mesh_encode(t->layout, out));
-    ends[MESH] = out->count;
+        TB_TRY(tb__mesh_encode(t->layout, mesh));
     if (t->layout)
-        TB_TRY(tb__placements_encode(t->layout, out));
-    ends[PLACEMENTS] = out->count;
-    const tb__payload_memory *memory[] = {&t->data, &t->scales, &t->scale};
-    for (int i = 0; i < 3; i++) {
-        TB_TRY(encode_memory(memory[i], out));
-        ends[MEM + i] = out->count;
-    }
-    return TB_OK;
+        TB_TRY(tb__placements_encode(t->layout, placements));
+    out->mesh = (tb__blob){mesh->item, mesh->count};
+    out->placements = (tb__blob){placements->item, placements->count};
+    TB_TRY(encode_memory(&t->data, arena, &out->mem));
+    TB_TRY(encode_memory(&t->scales, arena, &out->scales_mem));
+    return encode_memory(&t->scale, arena, &out->scale_mem);
 }
 
 tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *pair, tb__bytes *out) {
@@ -143,17 +139,14 @@ tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *p
     wire.group = t->group;
     wire.nbytes = t->data.nbytes;
     wire.scales_nbytes = t->scales.nbytes;
-    tb__bytes parts = {0};
-    size_t ends[NPARTS] = {0};
-    tb_status status = encode_parts(t, pair, &parts, ends);
-    tb__blob *blobs[] = {&wire.mesh, &wire.placements, &wire.mem, &wire.scales_mem, &wire.scale_mem};
-    for (size_t i = 0, start = 0; i < NPARTS; start = ends[i++]) {
-        if (ends[i] > start)
-            *blobs[i] = (tb__blob){.data = parts.item + start, .nbytes = ends[i] - start};
-    }
+    tb__arena arena = {0};
+    tb__bytes mesh = {0}, placements = {0};
+    tb_status status = encode_parts(t, pair, &arena, &mesh, &placements, &wire);
     if (status == TB_OK)
         status = tb__map_encode(&tb__tensor_schema, &wire, out);
-    free(parts.item);
+    tb__arena_fini(&arena);
+    free(mesh.item);
+    free(placements.item);
     return status;
 }
 

@@ -51,90 +51,66 @@ static tb_status take_count(const tb__cursor *from, uint64_t count, tb__value_ty
     return TB_OK;
 }
 
-static tb_status take_signed(tb__cursor *from, size_t nbytes, tb__value *out) {
-    uint64_t raw;
-    TB_TRY(take_big_endian(from, nbytes, &raw));
-    unsigned unused = 64 - 8 * (unsigned)nbytes;
-    int64_t value = (int64_t)(raw << unused) >> unused;
-    *out = value < 0 ? (tb__value){.type = TB__VALUE_NEGATIVE, .negative = value}
-                     : (tb__value){.type = TB__VALUE_UINT, .positive = (uint64_t)value};
-    return TB_OK;
-}
-
-static tb_status take_float_value(tb__cursor *from, size_t nbytes, tb__value *out) {
-    uint64_t raw;
-    TB_TRY(take_big_endian(from, nbytes, &raw));
+static double read_float(uint64_t raw, size_t nbytes) {
+    uint32_t bits = (uint32_t)raw;
+    float narrow;
     double number;
-    if (nbytes == 4) {
-        uint32_t bits = (uint32_t)raw;
-        float narrow;
-        memcpy(&narrow, &bits, sizeof narrow);
-        number = (double)narrow;
-    } else {
-        memcpy(&number, &raw, sizeof number);
-    }
-    *out = (tb__value){.type = TB__VALUE_FLOAT, .number = number};
-    return TB_OK;
+    memcpy(&narrow, &bits, sizeof narrow);
+    memcpy(&number, &raw, sizeof number);
+    return nbytes == sizeof narrow ? (double)narrow : number;
 }
 
-/* Headers whose first byte says only the type; `tag` is that byte. */
+/* What the tags from 0xc0 on say: the type, and in how many bytes its number, length or count follows. Of a NEGATIVE
+ * that is a signed number, which need not be negative. */
+static const struct {
+    uint8_t type, nbytes;
+} tags[0x20] = {
+    [0x00] = {TB__VALUE_NIL, 0},      [0x02] = {TB__VALUE_BOOL, 0},     [0x03] = {TB__VALUE_BOOL, 0},
+    [0x04] = {TB__VALUE_BIN, 1},      [0x05] = {TB__VALUE_BIN, 2},      [0x06] = {TB__VALUE_BIN, 4},
+    [0x07] = {TB__VALUE_EXT, 1},      [0x08] = {TB__VALUE_EXT, 2},      [0x09] = {TB__VALUE_EXT, 4},
+    [0x0a] = {TB__VALUE_FLOAT, 4},    [0x0b] = {TB__VALUE_FLOAT, 8},    [0x0c] = {TB__VALUE_UINT, 1},
+    [0x0d] = {TB__VALUE_UINT, 2},     [0x0e] = {TB__VALUE_UINT, 4},     [0x0f] = {TB__VALUE_UINT, 8},
+    [0x10] = {TB__VALUE_NEGATIVE, 1}, [0x11] = {TB__VALUE_NEGATIVE, 2}, [0x12] = {TB__VALUE_NEGATIVE, 4},
+    [0x13] = {TB__VALUE_NEGATIVE, 8}, [0x14] = {TB__VALUE_EXT, 0},      [0x15] = {TB__VALUE_EXT, 0},
+    [0x16] = {TB__VALUE_EXT, 0},      [0x17] = {TB__VALUE_EXT, 0},      [0x18] = {TB__VALUE_EXT, 0},
+    [0x19] = {TB__VALUE_STR, 1},      [0x1a] = {TB__VALUE_STR, 2},      [0x1b] = {TB__VALUE_STR, 4},
+    [0x1c] = {TB__VALUE_ARRAY, 2},    [0x1d] = {TB__VALUE_ARRAY, 4},    [0x1e] = {TB__VALUE_MAP, 2},
+    [0x1f] = {TB__VALUE_MAP, 4},
+};
+
 static tb_status take_tagged(tb__cursor *from, unsigned tag, tb__value *out) {
+    size_t nbytes = tags[tag - 0xc0].nbytes;
+    tb__value_type type = tags[tag - 0xc0].type;
     uint64_t n;
-    switch (tag) {
-    case 0xc0:
-        *out = (tb__value){.type = TB__VALUE_NIL};
+    TB_TRY(take_big_endian(from, nbytes, &n));
+    *out = (tb__value){.type = type};
+    switch (type) {
+    case TB__VALUE_NIL:
+        return tag == 0xc0 ? TB_OK : tb__fail(TB_INVALID, "0x%02x does not begin a MessagePack value", tag);
+    case TB__VALUE_BOOL:
+        out->is_true = tag == 0xc3;
         return TB_OK;
-    case 0xc2:
-    case 0xc3:
-        *out = (tb__value){.type = TB__VALUE_BOOL, .is_true = tag == 0xc3};
+    case TB__VALUE_UINT:
+        out->positive = n;
         return TB_OK;
-    case 0xc4:
-    case 0xc5:
-    case 0xc6:
-        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xc4), &n));
-        return take_bytes(from, n, TB__VALUE_BIN, out);
-    case 0xc7:
-    case 0xc8:
-    case 0xc9:
-        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xc7), &n));
-        return take_bytes(from, n + 1, TB__VALUE_EXT, out); /* its type is a byte */
-    case 0xca:
-    case 0xcb:
-        return take_float_value(from, tag == 0xca ? 4 : 8, out);
-    case 0xcc:
-    case 0xcd:
-    case 0xce:
-    case 0xcf:
-        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xcc), &n));
-        *out = (tb__value){.type = TB__VALUE_UINT, .positive = n};
+    case TB__VALUE_NEGATIVE:
+        out->negative = (int64_t)(n << (64 - 8 * nbytes)) >> (64 - 8 * nbytes);
+        if (out->negative >= 0)
+            *out = (tb__value){.type = TB__VALUE_UINT, .positive = (uint64_t)out->negative};
         return TB_OK;
-    case 0xd0:
-    case 0xd1:
-    case 0xd2:
-    case 0xd3:
-        return take_signed(from, (size_t)1 << (tag - 0xd0), out);
-    case 0xd4:
-    case 0xd5:
-    case 0xd6:
-    case 0xd7:
-    case 0xd8:
-        return take_bytes(from, ((uint64_t)1 << (tag - 0xd4)) + 1, TB__VALUE_EXT, out);
-    case 0xd9:
-    case 0xda:
-    case 0xdb:
-        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xd9), &n));
-        return take_bytes(from, n, TB__VALUE_STR, out);
-    case 0xdc:
-    case 0xdd:
-        TB_TRY(take_big_endian(from, tag == 0xdc ? 2 : 4, &n));
-        return take_count(from, n, TB__VALUE_ARRAY, out);
-    case 0xde:
-    case 0xdf:
-        TB_TRY(take_big_endian(from, tag == 0xde ? 2 : 4, &n));
-        return take_count(from, n, TB__VALUE_MAP, out);
+    case TB__VALUE_FLOAT:
+        out->number = read_float(n, nbytes);
+        return TB_OK;
+    case TB__VALUE_ARRAY:
+    case TB__VALUE_MAP:
+        return take_count(from, n, type, out);
+    case TB__VALUE_EXT: /* its own type is a byte; without a length it has 1, 2, 4, ... bytes */
+        n = (nbytes ? n : (uint64_t)1 << (tag - 0xd4)) + 1;
+        break;
     default:
-        return tb__fail(TB_INVALID, "0x%02x does not begin a MessagePack value", tag);
+        break;
     }
+    return take_bytes(from, n, type, out);
 }
 
 tb_status tb__value_take(tb__cursor *from, tb__value *out) {

@@ -164,54 +164,57 @@ static tb_status read_key(etcd_client *c, const char *key, tb__gateway_call *cal
     return status;
 }
 
-/* The i-th range of a transaction that was not made. */
-static tb_status read_txn_value(const json_t *reply, size_t i, tb__store_value *out) {
-    const json_t *range = json_array_get(json_object_get(reply, "responses"), i);
-    return tb__etcd_read_value(first_kv(json_object_get(range, "response_range")), out);
+/* Makes the changes if the keys are as the request says. TB_CONFLICT if they are not: then `found` has the values of
+ * the keys that it reads in that case, for tb__store_value_fini. */
+static tb_status post_transaction(etcd_client *c, json_t *request, int64_t deadline_ms, uint64_t *revision,
+                                  tb__store_value found[2]) {
+    json_t *reply;
+    TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
+    bool is_made = json_is_true(json_object_get(reply, "succeeded"));
+    const json_t *ranges = json_object_get(reply, "responses");
+    tb_status status = TB_OK;
+    *revision = tb__etcd_read_revision(reply);
+    for (size_t i = 0; !is_made && i < 2 && status == TB_OK; i++)
+        status = tb__etcd_read_value(first_kv(json_object_get(json_array_get(ranges, i), "response_range")), &found[i]);
+    json_decref(reply);
+    if (status != TB_OK)
+        tb__store_value_fini(&found[0]);
+    return status == TB_OK && !is_made ? TB_CONFLICT : status;
 }
 
 /* With TB_CONFLICT, `present` is what is there. */
 static tb_status compare_and_set(etcd_client *c, const char *key, uint64_t expected, const void *data, size_t nbytes,
                                  int64_t lease, int64_t deadline_ms, uint64_t *revision, tb__store_value *present) {
-    json_t *reply, *request = tb__etcd_compare_and_set(key, expected, data, nbytes, lease);
-    TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
-    tb_status status = TB_OK;
-    if (json_is_true(json_object_get(reply, "succeeded"))) {
-        *revision = tb__etcd_read_revision(reply);
-        status = lease ? bind_key(c, key, *revision) : TB_OK;
-    } else {
-        unbind_key(c, key);
-        status = read_txn_value(reply, 0, present);
-        if (status == TB_OK && present->revision == expected)
-            status = tb__fail(TB_IO, "%s: etcd refuses a change for its revision, which is %llu, as expected", c->url,
-                              (unsigned long long)expected);
-        else if (status == TB_OK)
-            status = TB_CONFLICT;
-    }
-    json_decref(reply);
-    return status;
+    tb__store_value found[2] = {0};
+    json_t *request = tb__etcd_compare_and_set(key, expected, data, nbytes, lease);
+    tb_status status = post_transaction(c, request, deadline_ms, revision, found);
+    if (status == TB_OK && lease)
+        return bind_key(c, key, *revision);
+    if (status != TB_CONFLICT)
+        return status;
+    unbind_key(c, key);
+    *present = found[0];
+    return present->revision != expected
+               ? TB_CONFLICT
+               : tb__fail(TB_IO, "%s: etcd refuses a change for its revision, which is %llu, as expected", c->url,
+                          (unsigned long long)expected);
 }
 
 static tb_status etcd_create_guarded(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                                      tb__store_value *present) {
-    tb__store_value guard = {0};
-    const char *guard_value = (const char *)q->guard_value.data;
-    json_t *reply,
-        *request = tb__etcd_create_guarded(data_key(q->guard).text, guard_value, key, q->value.data, q->value.nbytes);
-    TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
-    tb_status status = TB_OK;
-    if (!json_is_true(json_object_get(reply, "succeeded"))) {
-        status = read_txn_value(reply, 1, &guard);
-        if (status == TB_OK && (!guard.data || strcmp(guard.data, guard_value) != 0))
-            status = tb__fail(TB_REFUSED, "the key that guards it has another value");
-        else if (status == TB_OK)
-            status = read_txn_value(reply, 0, present);
-        if (status == TB_OK)
-            status = present->data ? TB_CONFLICT : tb__fail(TB_IO, "%s: etcd refuses to create a key", c->url);
-        tb__store_value_fini(&guard);
-    }
-    json_decref(reply);
-    return status;
+    tb__store_value found[2] = {0};
+    uint64_t unused;
+    const char *guard = (const char *)q->guard_value.data;
+    json_t *request = tb__etcd_create_guarded(data_key(q->guard).text, guard, key, q->value.data, q->value.nbytes);
+    tb_status status = post_transaction(c, request, deadline_ms, &unused, found);
+    if (status != TB_CONFLICT)
+        return status;
+    bool is_guarded = found[1].data && strcmp(found[1].data, guard) == 0;
+    tb__store_value_fini(&found[1]);
+    *present = found[0];
+    return !is_guarded     ? tb__fail(TB_REFUSED, "the key that guards it has another value")
+           : present->data ? TB_CONFLICT
+                           : tb__fail(TB_IO, "%s: etcd refuses to create a key", c->url);
 }
 
 static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_ms) {
@@ -223,18 +226,24 @@ static tb_status etcd_delete(etcd_client *c, const char *key, int64_t deadline_m
     return TB_OK;
 }
 
+/* Frees the value. */
+static bool read_counter(tb__store_value *value, uint64_t *number) {
+    *number = 0;
+    bool is_number = !value->data || tb__counter_decode(value->data, value->nbytes, number);
+    tb__store_value_fini(value);
+    return is_number;
+}
+
 /* A counter is a decimal number. The first attempt assumes that there is none: most counters are used once. */
 static tb_status etcd_count(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                             uint64_t *before) {
     tb__store_value value = {0};
     uint64_t unused;
     for (;;) {
-        uint64_t number = 0, expected = value.revision;
-        bool is_number = !value.data || tb__counter_decode(value.data, value.nbytes, &number);
+        uint64_t number, expected = value.revision;
         char text[TB__COUNTER_TEXT];
         size_t length;
-        tb__store_value_fini(&value);
-        if (!is_number)
+        if (!read_counter(&value, &number))
             return tb__fail(TB_INVALID, "it is not a counter");
         bool is_raised = number < q->revision;
         number = is_raised ? q->revision : number;
@@ -250,42 +259,31 @@ static tb_status etcd_count(etcd_client *c, const char *key, const tb__store_mes
     }
 }
 
-static tb_status read_counter(const json_t *reply, size_t i, uint64_t *number, uint64_t *revision) {
-    tb__store_value value = {0};
-    *number = 0;
-    TB_TRY(read_txn_value(reply, i, &value));
-    bool is_number = !value.data || tb__counter_decode(value.data, value.nbytes, number);
-    *revision = value.revision;
-    tb__store_value_fini(&value);
-    return is_number ? TB_OK : tb__fail(TB_INVALID, "it is not a counter");
-}
-
 /* The first attempt assumes an empty store, and reads the present values. If another process has made the key, they are
  * the result. */
 static tb_status etcd_take_block(etcd_client *c, const char *key, const tb__store_message *q, int64_t deadline_ms,
                                  tb__store_result *out) {
-    uint64_t expected = 0, first = 0, present = 0;
+    uint64_t expected = 0, first = 0, unused;
     for (;;) {
         char next[TB__COUNTER_TEXT], text[TB__COUNTER_TEXT];
         size_t length;
-        json_t *reply;
+        tb__store_value found[2] = {0};
         out->revision = first;
         out->number = first + q->number;
         TB_TRY(tb__counter_add(first, 0, text, &length));
         TB_TRY(tb__counter_add(first, q->number, next, &length));
         json_t *request = tb__etcd_take_block(data_key(q->guard).text, expected, next, key, text);
-        TB_TRY(post_change(c, TRANSACTION, request, deadline_ms, &reply));
-        tb_status status = TB_OK;
-        bool is_made = json_is_true(json_object_get(reply, "succeeded"));
-        if (!is_made)
-            status = read_counter(reply, 0, &out->revision, &present);
-        if (!is_made && status == TB_OK)
-            status = read_counter(reply, 1, &first, &expected);
-        json_decref(reply);
-        if (!is_made && present)
-            out->number = first;
-        if (status != TB_OK || is_made || present)
+        tb_status status = post_transaction(c, request, deadline_ms, &unused, found);
+        if (status != TB_CONFLICT)
             return status;
+        bool is_taken = found[0].data;
+        expected = found[1].revision;
+        bool are_numbers = read_counter(&found[0], &out->revision);
+        if (!read_counter(&found[1], &first) || !are_numbers)
+            return tb__fail(TB_INVALID, "it is not a counter");
+        out->number = first;
+        if (is_taken)
+            return TB_OK;
     }
 }
 
