@@ -111,20 +111,6 @@ typedef enum tb__field_type {
     TB__FIELD_INT,         /* in arrays only: int64_t */
 } tb__field_type;
 
-/* The items of a field that is an array; in the struct, count and items are its first members. */
-typedef struct tb__list {
-    const char *wanted; /* "an array of [str, bin]" */
-    size_t size;        /* of an item in the struct */
-    size_t least;       /* bytes of an item in the map */
-    size_t nparts;      /* that an item has; 1: it is no array itself */
-    struct {
-        tb__field_type type;
-        size_t offset;
-    } parts[5];
-} tb__list;
-
-const tb__list *tb__list_of(tb__field_type type); /* NULL: it is no such array */
-
 typedef enum tb__field_rule {
     TB__REQUIRED,
     TB__NILABLE, /* always written, perhaps as nil; where it is read, it may be absent */
