@@ -81,6 +81,7 @@ static const struct {
 static tb_status take_tagged(tb__cursor *from, unsigned tag, tb__value *out) {
     size_t nbytes = tags[tag - 0xc0].nbytes;
     tb__value_type type = tags[tag - 0xc0].type;
+    unsigned unused;
     uint64_t n;
     TB_TRY(take_big_endian(from, nbytes, &n));
     *out = (tb__value){.type = type};
@@ -94,7 +95,8 @@ static tb_status take_tagged(tb__cursor *from, unsigned tag, tb__value *out) {
         out->positive = n;
         return TB_OK;
     case TB__VALUE_NEGATIVE:
-        out->negative = (int64_t)(n << (64 - 8 * nbytes)) >> (64 - 8 * nbytes);
+        unused = (64 - 8 * (unsigned)nbytes) % 64;
+        out->negative = (int64_t)(n << unused) >> unused;
         if (out->negative >= 0)
             *out = (tb__value){.type = TB__VALUE_UINT, .positive = (uint64_t)out->negative};
         return TB_OK;
