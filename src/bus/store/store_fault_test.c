@@ -350,7 +350,7 @@ static void files(void **state) {
     assert_fails(tb__store_server_start(p.url, TOKEN, &server), TB_INVALID, "not a socket");
     assert_int_equal(unlink(p.path), 0);
     place_remove(&p);
-    assert_fails(tb__store_server_start(p.url, TOKEN, &server), TB_IO, "No such file");
+    assert_fails(tb__store_server_start(p.url, TOKEN, &server), TB_IO, "the folder of this socket does not exist");
     assert_fails(tb__store_server_start("tcp://192.0.2.1:0", TOKEN, &server), TB_REFUSED, "this host");
     /* Another way to write 127.0.0.1, as a host's name in its /etc/hosts may be. */
     assert_fails(tb__store_server_start("tcp://0x7f000001:0", TOKEN, &server), TB_REFUSED,
