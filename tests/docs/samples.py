@@ -52,13 +52,19 @@ class Shell:
         self.errors = folder / "errors"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                ["bash", "--norc"], cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, start_new_session=True,
-            )  # fmt: skip
+                ["bash", "--norc"],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
 
     def run(self, command: str) -> tuple[str, int | None]:
         """What a command prints, and its exit status; None: it takes too long, or ends the shell."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         hidden = re.sub(r" &$", " >>background 2>&1 &", command, flags=re.MULTILINE)
         self.process.stdin.write(f"{{ {hidden}\n}} </dev/null\nprintf '\\n%s %d\\n' {END} $?\n".encode())
         self.process.stdin.flush()
@@ -97,15 +103,22 @@ class Samples:
         hidden = {name for name in os.environ if name.startswith("TENSORBUS")}
         self.environment = {name: value for name, value in os.environ.items() if name not in hidden}
         self.environment |= {
-            "PATH": f"{bin_folder}:{os.environ['PATH']}", "LC_ALL": "C", "ROOT": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": str(ROOT / "python"), "TENSORBUS_LIBRARY": str(tool.resolve().parent / "libtensorbus.so"),
-        }  # fmt: skip
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "LC_ALL": "C",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": str(ROOT / "python"),
+            "ROOT": str(ROOT),
+            "TENSORBUS_LIBRARY": str(tool.resolve().parent / "libtensorbus.so"),
+        }
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.places = {
-            "/run/tensorbus": f"{folder}/run", "/etc/tensorbus": f"{folder}/etc",
-            "build/release/": f"{tool.resolve().parent}/", "tcp://node0:7000": f"tcp://127.0.0.1:{port}", "tcp://0.0.0.0:7000": f"tcp://127.0.0.1:{port}",
-        }  # fmt: skip
+            "/run/tensorbus": f"{folder}/run",
+            "/etc/tensorbus": f"{folder}/etc",
+            "build/release/": f"{tool.resolve().parent}/",
+            "tcp://node0:7000": f"tcp://127.0.0.1:{port}",
+            "tcp://0.0.0.0:7000": f"tcp://127.0.0.1:{port}",
+        }
         (folder / "run").mkdir(mode=0o700)
         self.environment["XDG_RUNTIME_DIR"] = f"{folder}/run"
 
