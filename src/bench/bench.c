@@ -13,7 +13,7 @@
 enum { MIN_SIZE = 1 << 20 };
 #define MAX_SIZE ((int64_t)1 << 40)
 
-enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, GPU, CHECK, JSON };
+enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, GPU, BETWEEN, STORE, TOKEN_FILE, CHECK, JSON };
 
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
@@ -25,6 +25,9 @@ static const tool_option options[] = {
                "also measure row_col with MPI (MPI_Alltoallw) and torch (Gloo); with --gpu, most with torch"},
     [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
     [GPU] = {"gpu", NULL, "measure the lines of tensors in GPU memory instead"},
+    [BETWEEN] = {"between", NULL, "measure between two machines: start it in a shell on each, with one --store"},
+    [STORE] = {"store", "URL", "with --between: where the two meet; the first one serves it, if nobody does"},
+    [TOKEN_FILE] = {"token-file", "FILE", "with --between: its first line is the token of the store"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
     [JSON] = {"json", NULL, "print one JSON object per line"},
     {NULL, NULL, NULL},
@@ -58,19 +61,23 @@ static bool is_of_hosts(const char *name, size_t length) {
 }
 
 /* The lines of one run. */
-typedef enum set { UNKNOWN, PLAIN, OF_HOSTS, OF_GPUS } set;
+typedef enum set { UNKNOWN, PLAIN, OF_HOSTS, OF_GPUS, OF_BETWEEN } set;
 
 static set set_of(const char *name, size_t length) {
     if (is_of_hosts(name, length))
         return OF_HOSTS;
     if (bench_gpu_is_line(name, length))
         return OF_GPUS;
+    if (bench_between_is_line(name, length))
+        return OF_BETWEEN;
     return is_known(name, length) ? PLAIN : UNKNOWN;
 }
 
 static tb_status check_names(const char *list, set wanted) {
-    static const char *const how[] = {
-        [PLAIN] = "without --hosts and --gpu", [OF_HOSTS] = "with --hosts", [OF_GPUS] = "with --gpu"};
+    static const char *const how[] = {[PLAIN] = "without --hosts, --gpu and --between",
+                                      [OF_HOSTS] = "with --hosts",
+                                      [OF_GPUS] = "with --gpu",
+                                      [OF_BETWEEN] = "with --between"};
     for (const char *at = list; at; at = strchr(at, ','), at = at ? at + 1 : NULL) {
         int length = (int)strcspn(at, ",");
         set theirs = set_of(at, (size_t)length);
@@ -85,6 +92,26 @@ static tb_status check_names(const char *list, set wanted) {
 
 /* ---- The command --------------------------------------------------------------------------------------------- */
 
+static tb_status read_between(const char *const *value, bench *b) {
+    for (int i = STORE; i <= TOKEN_FILE; i++) {
+        if (value[i] && !b->with_between)
+            return tb__fail(TB_INVALID, "--%s goes with --between", options[i].name);
+    }
+    if (!b->with_between)
+        return TB_OK;
+    if (b->with_hosts || b->with_peers || b->with_gpu)
+        return tb__fail(TB_INVALID, "--between does not go with --%s",
+                        b->with_hosts   ? "hosts"
+                        : b->with_peers ? "peers"
+                                        : "gpu");
+    if (!value[STORE])
+        return tb__fail(TB_INVALID, "--between needs --store, the same in both shells, such as tcp://HOST:7000");
+    b->store = value[STORE];
+    b->budget_ns = 0; /* both sides have as many rounds */
+    b->size = (int64_t)1 << 28;
+    return value[TOKEN_FILE] ? tb__token_read(value[TOKEN_FILE], b->token) : TB_OK;
+}
+
 static tb_status read_options(const char *const *value, bench *b) {
     b->only = value[ONLY];
     b->rounds = value[GPU] ? 15 : 5; /* on a GPU they are short */
@@ -95,9 +122,14 @@ static tb_status read_options(const char *const *value, bench *b) {
     b->with_peers = value[PEERS] != NULL;
     b->with_hosts = value[HOSTS] != NULL;
     b->with_gpu = value[GPU] != NULL;
+    b->with_between = value[BETWEEN] != NULL;
     if (b->with_hosts && (b->with_peers || b->with_gpu))
         return tb__fail(TB_INVALID, "--hosts does not go with --%s", b->with_peers ? "peers" : "gpu");
-    TB_TRY(check_names(b->only, b->with_hosts ? OF_HOSTS : b->with_gpu ? OF_GPUS : PLAIN));
+    TB_TRY(read_between(value, b));
+    TB_TRY(check_names(b->only, b->with_between ? OF_BETWEEN
+                                : b->with_hosts ? OF_HOSTS
+                                : b->with_gpu   ? OF_GPUS
+                                                : PLAIN));
     if (value[ROUNDS]) {
         const char *at = value[ROUNDS];
         int64_t rounds;
@@ -174,7 +206,7 @@ static int run(const tb__config *config, const char *const *value) {
         return tool_fail_status(status);
     remove_leftovers();
     bench_table_init(&b.table, b.with_gpu);
-    status = b.with_gpu ? run_gpu(&b) : bench_run(&b);
+    status = b.with_gpu ? run_gpu(&b) : b.with_between ? bench_between_run(&b) : bench_run(&b);
     tool_buffers_fini(&b.buffers);
     int exit_status = b.output_status; /* what can't be printed was told of */
     if (status == TB_OK)
@@ -194,7 +226,8 @@ const tool_command tool_bench = {
     .summary = "move tensors between processes and measure it against memcpy",
     .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
              "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [OPTION...]\n"
-             "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
+             "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]\n"
+             "--between --store URL [--token-file FILE] [--only NAME,...] [--rounds N] [--size BYTES] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
         "  row_col       f32 matrix, Shard(0) to Shard(1), 4 to 4 ranks           memcpy                  0.85\n"
@@ -219,6 +252,14 @@ const tool_command tool_bench = {
         "  net_replicate f32 matrix to 3 other hosts: what leaves its own, GB     the matrix           at most 1.05\n"
         "  mpi_row_col   f32 matrix, rows to columns, 4 ranks of an MPI job       MPI_Alltoallw           0.90\n"
         "  auto_row_col  the same by the transport that suits, shm                MPI_Alltoallw           1.70\n"
+        "\n"
+        "with --between, started in a shell on each of two machines, with one --store; 256 MiB; the first one sends:\n"
+        "  *_bandwidth   f32 matrix, 1 to 1 rank                                  a plain TCP socket\n"
+        "  *_latency     4 KiB, until the sender knows that they have arrived: us  a plain TCP socket\n"
+        "  *_row_col     f32 matrix, Shard(0) to Shard(1), 2 to 2 ranks           a plain TCP socket\n"
+        "  *_model       a small Llama, Shard(0) over 4 to 2x2 DPxTP              a plain TCP socket\n"
+        "* is a transport: ucx, and shm where both shells are on one machine. Options of the first shell hold for "
+        "both.\n"
         "\n"
         "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"

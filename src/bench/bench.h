@@ -5,6 +5,7 @@
 #ifndef TB_BENCH_BENCH_H
 #define TB_BENCH_BENCH_H
 
+#include "base/proof.h"
 #include "bench/move.h"
 
 enum { BENCH_MAX_LINES = 2, BENCH_MAX_ROUNDS = 1000 };
@@ -258,12 +259,16 @@ typedef struct bench {
     int64_t budget_ns; /* 0: no limit */
     int64_t size;
     bool is_size_given;
-    bool with_peers, with_hosts, with_gpu, is_json;
+    bool with_peers, with_hosts, with_gpu, with_between, is_json;
     char gpu[64];      /* with_gpu: its name; else "" */
     int output_status; /* of the last line that was printed */
     int nfailed;
     tool_table table;
     bench_bed bed; /* with_hosts */
+    /* with_between: where the two meet, and its token, or "" */
+    const char *store;
+    char token[TB__TOKEN_ROOM];
+    struct between *between;
     tb_batch_opts batch;
     tool_guard guard;
     tool_buffers buffers;
@@ -304,5 +309,10 @@ tb_status bench_run_other(bench *bench, const char *name, const void *arg,
  * and nobody asked for the size. Extra memory is the most that a resharding took. */
 bool bench_disk_is_line(const char *name, size_t length);
 tb_status bench_disk_run(struct bench *bench);
+
+/* (bench_between.c) With --between: measures the lines with another shell, which has the same store, and prints them on
+ * both sides. */
+bool bench_between_is_line(const char *name, size_t length);
+tb_status bench_between_run(struct bench *bench);
 
 #endif

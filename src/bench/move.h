@@ -84,6 +84,7 @@ typedef struct tool_job {
     char folder[80];                 /* where the ranks meet; "": none */
     const char *store;               /* where they meet instead; NULL: in the folder */
     const char *token;               /* of that store; NULL: none */
+    const char *transport;           /* the only one to use; NULL: what suits */
     /* Set by tool_job_weigh: */
     int nranks; /* processes; sources come first */
     tool_rank_name names[TOOL_NSIDES * TOOL_MAX_SIDE];

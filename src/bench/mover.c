@@ -73,7 +73,8 @@ static tb_status open_end(tool_mover *mover, int number) {
 
 static tb_status connect_ends(tool_mover *mover) {
     const tool_job *job = mover->job;
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = job->timeout_ms, .token = job->token};
+    tb_world_opts opts = {
+        .size = sizeof opts, .timeout_ms = job->timeout_ms, .token = job->token, .transport = job->transport};
     char url[sizeof job->folder + 16];
     snprintf(url, sizeof url, "unix:%s/store", job->folder);
     const char *store = job->store ? job->store : url;

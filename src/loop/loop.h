@@ -213,4 +213,7 @@ void tb__loop_progress(tb__loop *loop);
 /* Seconds of CLOCK_MONOTONIC, for timings. */
 double tb__seconds(void);
 
+/* Equal for processes that shared memory connects: `given`, or else the machine and its network namespace. */
+void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]);
+
 #endif

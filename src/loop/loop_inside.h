@@ -62,7 +62,6 @@ struct tb__loop {
     uint64_t last_tag;
 };
 
-void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]);
 int32_t tb__transport_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why);
 /* Marks the first `count` of `ending` as lost. */
