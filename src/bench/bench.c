@@ -227,7 +227,7 @@ const tool_command tool_bench = {
     .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
              "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [OPTION...]\n"
              "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]\n"
-             "--between --store URL [--token-file FILE] [--only NAME,...] [--rounds N] [--size BYTES] [--json]",
+             "--between --store URL [--token-file FILE] [--only NAME,...] [--rounds N] [OPTION...]",
     .details =
         "  name          what moves                                               against             at least\n"
         "  row_col       f32 matrix, Shard(0) to Shard(1), 4 to 4 ranks           memcpy                  0.85\n"
