@@ -355,8 +355,11 @@ class Batch(Handle):
         """
         if (received := self.state().version) > 0:
             return received
-        sent = self._transfers.get(True)
-        return self._sent if sent is None else max(self._sent, sent.version)
+        try:
+            under_way = self._transfers[True].version
+        except (KeyError, Invalid):  # there is none, or another thread has just closed it
+            under_way = 0
+        return max(self._sent, under_way)
 
     @property
     def is_torn(self) -> bool:

@@ -94,6 +94,8 @@ class Call(Handle, Generic[_T]):
 
     def close(self) -> None:
         """Gives it up if it is under way. It ends soon, but for one whose store does not answer."""
+        if self._is_inherited:
+            return
         with self._lock:
             is_done = self._owner is None or not self._handle or is_readable(lib.tb_call_fd(self._handle))
         if self._take():

@@ -320,13 +320,17 @@ class Transfer(Handle):
 
     def _keep_version(self) -> None:
         """So that the batch knows the last version it sent."""
-        if not self.is_send or self._is_inherited:
+        if not (self.is_send and self._is_committed) or self._is_inherited:
             return
         with self._lock:
-            if self._handle:
-                state = tb_transfer_state()
+            if not self._handle:
+                return
+            state = tb_transfer_state()
+            try:
                 lib.tb_transfer_query(self._handle, byref(state))
-                self._batch._sent = max(self._batch._sent, state.version)
+            except Error:
+                return  # an agent that does not answer
+            self._batch._sent = max(self._batch._sent, state.version)
 
     def close(self) -> None:
         """Gives it up: cancels it if it is under way."""

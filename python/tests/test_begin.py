@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import threading
 import time
@@ -143,6 +144,27 @@ def test_what_can_not_be_registered_fails_the_wait(two: Two) -> None:
         assert transfer.state().status == "conflict"
         with pytest.raises(tb.Conflict):
             transfer.fileno()
+
+
+def test_a_forked_child_leaves_it_alone(two: Two) -> None:
+    sends, receives = two.make()
+    sent = sends.send(wait=None)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with pytest.raises(tb.Refused, match="forked child"):
+                sent.wait()
+            sent.close()
+            sends.close()
+            two.buses["a"].close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    receives.recv(wait=None).wait()
+    sent.wait()
+    assert two.are_equal()
 
 
 # ---- Given up -------------------------------------------------------------------------------------------------------
