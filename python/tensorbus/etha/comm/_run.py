@@ -2,8 +2,9 @@
 
 In Etha, what a rank sends and what another receives belong together by their order, and a receiver does not know the
 dtype of what is sent. Here a chunk has a number, the same everywhere, and both dtypes. So the ranks first tell each
-other, over a copy service, which chunks they have for whom. That is remembered: later runs of the same buckets compare
-hashes only.
+other, over a copy service, which chunks they have for whom. That is remembered: a rank whose buckets are those of an
+earlier run executes their IR at once. If another rank has other buckets, that run is a Conflict on all ranks before any
+data is written, and they tell each other again.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class _World:
         self._bus = _meet.join(None, self.rank, self.size, timeout)
         self.service = tb.copy_service(self._bus, name="etha.comm", timeout=timeout)
         self._told: dict[tuple[int, ...], _Told] = {}
+        self.nothing: Schedule | None = None  # of a rank without buckets
 
     def close(self) -> None:
         self.service.close()
@@ -139,8 +141,8 @@ def _merge(told: list[Any]) -> _Told:
 class Schedule:
     """A list of buckets as an IR with its memory."""
 
-    def __init__(self, rank: int, buckets: list[Bucket], mine: bytes, told: _Told, max_in_flight: int) -> None:
-        self._buckets, self.mine, self.told, self.max_in_flight = buckets, mine, told, max_in_flight
+    def __init__(self, world: _World, buckets: list[Bucket], told: _Told, max_in_flight: int) -> None:
+        self._world, self._buckets, self._max_in_flight = weakref.ref(world), buckets, max_in_flight
         by_key: dict[Key, list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(_key(bucket), []).append(bucket)
@@ -156,11 +158,12 @@ class Schedule:
                 parts[channel.first + i] = _parts(chunk, views)
         self.order = [bucket for its in by_key.values() for bucket in its]  # as in the IR
         self._views = list(views.values())
-        self.ir = _ir.build(rank, [f"{i:09d}" for i in range(told.count)], channels, max_in_flight)
+        self.ir = _ir.build(world.rank, [f"{i:09d}" for i in range(told.count)], channels, max_in_flight)
         self.bound = _ir.bind(self.ir, parts)
 
-    def is_of(self, buckets: Sequence[Bucket]) -> bool:
-        return len(self._buckets) == len(buckets) and all(a is b for a, b in zip(self._buckets, buckets, strict=True))
+    def is_of(self, world: _World, buckets: Sequence[Bucket], max_in_flight: int) -> bool:
+        is_like = self._world() is world and self._max_in_flight == max_in_flight and len(self._buckets) == len(buckets)
+        return is_like and all(a is b for a, b in zip(self._buckets, buckets, strict=True))
 
     def synchronize(self) -> None:
         for view in self._views:
@@ -252,38 +255,49 @@ class Run:
         """Does it, in this thread."""
         world = _find_world(self._timeout)
         try:
-            schedule = self._schedule(world)
-            order = schedule.order
-
-            def tell(bucket: int, step: tb_bucket_step) -> None:
-                with self._changed:
-                    self._steps[order[bucket]] = step + 1
-                    self._changed.notify_all()
-
-            progress = tell if shows_steps else None
-            world.service._execute(schedule.ir, schedule.bound, self._timeout, progress)
+            schedule = self._known(world)
+            try:
+                if schedule is not None:
+                    self._move(world, schedule, shows_steps)
+                    return
+                told = world.exchange(_tell(world.rank, self._buckets), self._timeout)
+            except tb.Conflict:  # some ranks know their schedules, and others do not, or know those of other runs
+                told = world.exchange(_tell(world.rank, self._buckets), self._timeout)
+            self._move(world, self._make(world, told), shows_steps)
         except BaseException:
             world.forget()  # what ranks remember is the same on all, also if one of them has come further
             raise
 
-    def _schedule(self, world: _World) -> Schedule:
-        """That of before, if no rank has other buckets than then."""
-        schedule = self._buckets[0]._schedule if self._buckets else None
-        if schedule is not None and not schedule.is_of(self._buckets):
-            schedule = None
-        mine = _tell(world.rank, self._buckets) if schedule is None else schedule.mine
-        told = world.exchange(mine, self._timeout)
-        if schedule is None or schedule.told is not told or schedule.max_in_flight != self._max_in_flight:
-            try:
-                schedule = Schedule(world.rank, self._buckets, mine, told, self._max_in_flight)
-            except Exception:
-                with contextlib.suppress(tb.Error):  # fails on all ranks: others have chunks for this one
-                    nothing = _ir.build(world.rank, [], [], 1)
-                    world.service._execute(nothing, _ir.bind(nothing, {}), self._timeout, None)
-                raise
-            if self._buckets:
-                self._buckets[0]._schedule = schedule
+    def _move(self, world: _World, schedule: Schedule, shows_steps: bool) -> None:
         schedule.synchronize()
+        order = schedule.order
+
+        def tell(bucket: int, step: tb_bucket_step) -> None:
+            with self._changed:
+                self._steps[order[bucket]] = step + 1
+                self._changed.notify_all()
+
+        progress = tell if shows_steps else None
+        world.service._execute(schedule.ir, schedule.bound, self._timeout, progress)
+
+    def _known(self, world: _World) -> Schedule | None:
+        """That of an earlier run of the same buckets."""
+        schedule = self._buckets[0]._schedule if self._buckets else world.nothing
+        is_same = schedule is not None and schedule.is_of(world, self._buckets, self._max_in_flight)
+        return schedule if is_same else None
+
+    def _make(self, world: _World, told: _Told) -> Schedule:
+        try:
+            schedule = Schedule(world, self._buckets, told, self._max_in_flight)
+        except Exception:
+            with contextlib.suppress(tb.Error):  # fails on all ranks: others have chunks for this one
+                nothing = _ir.build(world.rank, [], [], 1)
+                world.service._execute(nothing, _ir.bind(nothing, {}), self._timeout, None)
+            raise
+        if self._buckets:
+            self._buckets[0]._schedule = schedule
+        else:
+            world.nothing = schedule
         return schedule
 
     def start(self) -> None:
