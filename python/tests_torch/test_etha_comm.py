@@ -243,6 +243,38 @@ def test_steps_of_buckets(tmp_path: Path) -> None:
     assert run(tmp_path, 4, steps) == [2, 2, 2, 2]
 
 
+def repeats(rank: int) -> None:
+    """Some ranks have the buckets of an earlier run, others make theirs anew, and one has none."""
+    m2m = comm.get_m2m_map(mesh([0, 1]), (S0,), mesh([2]), (R,))
+
+    def make(rows: int) -> tuple[torch.Tensor, Any]:
+        x = numbers(rows, 3) if rank == 2 else numbers(rows, 3).chunk(2)[rank % 2].clone()
+        parts = (None, x) if rank == 2 else (x, None)
+        return x, comm.chunk_to_bucket_ops([] if rank == 3 else comm.m2m_to_chunks(m2m, rank, *parts), 1)
+
+    def move(x: torch.Tensor, buckets: Any) -> None:
+        wanted = x.clone()
+        if rank == 2:
+            x.fill_(-1)
+        comm.bucket_comm(buckets)
+        assert torch.equal(x, wanted)
+
+    first, second = make(4), make(8)
+    for each in first, second, first, make(4) if rank == 0 else first, first:
+        move(*each)
+    with pytest.raises(tb.Conflict):
+        move(*second if rank == 1 else first)
+    if rank == 2:
+        assert (first[0] == -1).all()
+        first[0].copy_(numbers(4, 3))
+    for each in first, second:
+        move(*each)
+
+
+def test_buckets_of_an_earlier_run(tmp_path: Path) -> None:
+    run(tmp_path, 4, repeats)
+
+
 # ---- Faults ---------------------------------------------------------------------------------------------------------
 
 
