@@ -404,7 +404,7 @@ def run(checkout: str, limit_s: float = 3600.0, is_told: bool = False, only: str
             nranks = 4 if "non_collocated" in name else _count_ranks(parameters)
             outcome, why = _run_and_judge(item, nranks, has_gpu, end)
         if outcome == "passed" and not way:
-            outcome, why = "not applicable", f"tests execute_reshard_plan, of which nothing is replaced; passes {where}"
+            outcome, why = "not applicable", f"their executor, with an imitation of a service; passes {where}"
         elif outcome == "passed":
             why = f"through refit, and through build_local_reshard_plan and CopyService; {where}{layers}"
         elif outcome == "not applicable":
