@@ -12,12 +12,13 @@ waits here, and the chunks of all tensors.
 
 Moving is from four ranks to four others, by all ways in turns, on the same tensors: one, and those of a model. The
 source has two replicas, each cut over two ranks, the target is cut over four: along dim 1, and every other tensor of a
-model along dim 0, as the two layers of an MLP are. The ways are ``swap_model_weights`` with Megatron's gloo
-service and Etha's ``bucket_comm``; ours of the same names, and ``refit``; and blocking transfers of clients with an
-agent each, from rows to columns and back, since Etha's agents fail where a replica has nothing to send. Tensors are allocated by torch, and once more by ``tensorbus.empty``, whose memory other processes can map.
-The first transfer, which makes connections and maps memory, is told apart. All values are compared each time. The copy
-of as many bytes by two processes, each within itself, shows what the machine can do: where even that is not 8 times as
-fast as theirs, nothing that copies the bytes can be.
+model along dim 0, as the two layers of an MLP are. The ways are ``swap_model_weights`` with Megatron's gloo service and
+Etha's ``bucket_comm``; ours of the same names, and ``refit``; and blocking transfers of clients with an agent each, from
+rows to columns and back, since Etha's agents fail where a replica has nothing to send. Tensors are allocated by torch,
+and once more by ``tensorbus.empty``, whose memory other processes can map. The first transfer, which makes connections
+and maps memory, is told apart. All values are compared each time. The copy of as many bytes by two processes, each
+within itself, shows what the machine can do: where even that is not 8 times as fast as theirs, nothing that copies the
+bytes can be.
 """
 
 from __future__ import annotations
@@ -46,18 +47,19 @@ sys.path[:0] = [str(HERE.parents[1] / "python"), str(HERE.parents[1] / "python" 
 warnings.simplefilter("ignore")
 
 import megatron_models  # noqa: E402
-import tensorbus as tb  # noqa: E402
-import tensorbus.etha  # noqa: E402
-import tensorbus.megatron as tm  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  # which DTensor imports in each process otherwise
 import torch.distributed as dist  # noqa: E402
 from megatron.core.resharding import planner as their_planner  # noqa: E402
 from megatron.core.resharding import refit as their_refit  # noqa: E402
-from tensorbus.etha import comm as our_comm  # noqa: E402
-from tensorbus.megatron import _planner  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+
+import tensorbus as tb  # noqa: E402
+import tensorbus.etha  # noqa: E402
+import tensorbus.megatron as tm  # noqa: E402
+from tensorbus.etha import comm as our_comm  # noqa: E402
+from tensorbus.megatron import _planner  # noqa: E402
 
 
 def import_etha(checkout: str) -> Any:
@@ -73,7 +75,7 @@ def import_etha(checkout: str) -> Any:
     megatron_models._NoStream.query = lambda *_: True  # which is Event where Megatron runs, too
     torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     init = dist.init_process_group
-    dist.init_process_group = lambda backend, **how: init("gloo", **how)  # type: ignore[assignment]
+    dist.init_process_group = lambda backend, **how: init("gloo", **how)  # type: ignore[assignment]  # noqa: ARG005
     return etha
 
 
@@ -113,7 +115,7 @@ def plan(rank: int, theirs: Any, nranks: int, tensors: int, rounds: int) -> None
         parts = [torch.empty(shape[0] // 8, shape[1], device="meta") for shape in shapes]
     places = ((Replicate(), Shard(0)), (Replicate(), Shard(1)))
     group_of = sys.modules["etha.comm.get_chunks"]
-    group_of.get_or_create_process_group = lambda ranks: None  # type: ignore[attr-defined]
+    group_of.get_or_create_process_group = lambda ranks: None  # type: ignore[attr-defined]  # noqa: ARG005
     is_measured = rank == nranks - 1
     counts = {}
     for name, comm in (("Etha", theirs), ("tensorbus", our_comm)):
