@@ -13,8 +13,8 @@ waits here, and the chunks of all tensors.
 Moving is from four ranks to four others, by all ways in turns, on the same tensors: one, and those of a model. The
 source has two replicas, each cut over two ranks, the target is cut over four: along dim 1, and every other tensor of a
 model along dim 0, as the two layers of an MLP are. The ways are ``swap_model_weights`` with Megatron's gloo service and
-Etha's ``bucket_comm``; ours of the same names, and ``refit``; and blocking transfers of clients with an agent each, from
-rows to columns and back, since Etha's agents fail where a replica has nothing to send. Tensors are allocated by torch,
+Etha's ``bucket_comm``; ours of the same names, and ``refit``; and transfers of clients with an agent each, from
+rows to columns and back: Etha's agents fail where a replica has nothing to send. Tensors are allocated by torch,
 and once more by ``tensorbus.empty``, whose memory other processes can map. The first transfer, which makes connections
 and maps memory, is told apart. All values are compared each time. The copy of as many bytes by two processes, each
 within itself, shows what the machine can do: where even that is not 8 times as fast as theirs, nothing that copies the
