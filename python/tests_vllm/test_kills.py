@@ -118,13 +118,17 @@ class Killer(Remote):
         self.victim, self.call_to_kill_in = 0, ""
 
     def call(self, method: str, *args: Any) -> Any:
-        if method == self.call_to_kill_in:
-            kill = (self.victim, signal.SIGKILL)
-            if method == "update_weights":  # meanwhile
-                threading.Timer(random.uniform(0.0, 0.01), os.kill, kill).start()
-            else:
-                os.kill(*kill)
-        return super().call(method, *args)
+        if method != self.call_to_kill_in:
+            return super().call(method, *args)
+        delay = random.uniform(0.0, 0.01) if method == "update_weights" else 0.0
+        killer = threading.Timer(delay, os.kill, (self.victim, signal.SIGKILL))
+        killer.start()
+        if delay == 0.0:
+            killer.join()
+        try:
+            return super().call(method, *args)
+        finally:
+            killer.join()  # on a busy machine the call may end first; the next one comes too late for the worker
 
 
 def test_killed_workers(tmp_path: Path) -> None:
