@@ -160,6 +160,29 @@ function(tb_fake_cuda)
     set_source_files_properties(tests/support/fake_cuda/kernels.cpp PROPERTIES COMPILE_OPTIONS "${flags}")
 endfunction()
 
+# tb_fake_ucx(): a UCX that takes memory of the fake driver's GPUs (tests/support/fake_ucx), in tests/fake_ucx of the
+# build folder.
+function(tb_fake_ucx)
+    add_library(fake_ucx SHARED tests/support/fake_ucx/fake_ucx.c)
+    set_target_properties(fake_ucx PROPERTIES
+        LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_ucx
+        C_VISIBILITY_PRESET hidden
+    )
+    target_include_directories(fake_ucx SYSTEM PRIVATE ${ucx_INCLUDE_DIRS})
+    target_link_options(fake_ucx PRIVATE LINKER:--no-as-needed) # most of its functions are found through this one
+    target_link_libraries(fake_ucx PRIVATE ${ucx_LINK_LIBRARIES})
+endfunction()
+
+# tb_carried_test(bus/cancel_test): what tb_slow_test has built, with tensors on a GPU and all ranks connected by ucx.
+function(tb_carried_test name)
+    string(REPLACE "/" "_" target ${name}_slow)
+    add_dependencies(${target} fake_ucx)
+    add_test(NAME ${name}_cuda_ucx COMMAND ${target})
+    set_tests_properties(${name}_cuda_ucx PROPERTIES TIMEOUT 600 LABELS gpu
+        ENVIRONMENT "TB_TEST_DEVICE=cuda;TB_TRANSPORT=ucx;${fake_ucx_environment};${ARGN}")
+    tb_pack_test(${name}_cuda_ucx ${target} 600 TB_TEST_DEVICE=cuda TB_TRANSPORT=ucx ${ARGN})
+endfunction()
+
 # tb_cuda_test(device/cuda/memory_test [TIMEOUT seconds] [GPUS n] [SOURCES file...]): a test that runs on the fake
 # driver here, and, started by hand, on a real GPU.
 function(tb_cuda_test name)

@@ -36,6 +36,8 @@ enum {
     TB_OP_WHY_MAX = 128,
 };
 
+typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
+
 /* The world's parameters and callbacks. Valid while the transport is open. */
 typedef struct tb_transport_env {
     size_t size;
@@ -49,9 +51,11 @@ typedef struct tb_transport_env {
     void (*reached)(void *arg, int32_t peer);
     const unsigned char *key; /* TB_KEY_SIZE bytes that only ranks of the bus have; with them ranks prove to each other
                                * that they belong to it. Valid during `open`; NULL: none */
+    /* For libraries that use GPUs: makes the context of a GPU current in this thread, until `leave_device`. Any thread.
+     * Both may be NULL. */
+    tb_status (*enter_device)(void *arg, tb_mem_kind kind, int device);
+    void (*leave_device)(void *arg, tb_mem_kind kind);
 } tb_transport_env;
-
-typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
 
 /* Memory to register: an allocation, or a part of it. */
 typedef struct tb_mem_desc {
@@ -105,12 +109,16 @@ struct tb_op {
     char why[TB_OP_WHY_MAX]; /* message of a failure; may be empty */
     size_t nbytes; /* RECV: size of the message; TB_TOO_BIG, and nothing is stored, if the pieces are too small */
     void *state;   /* owned by the transport while the operation is posted; else NULL */
+    tb_mem_kind
+        memory; /* that the pieces are in. If it is not TB_MEM_HOST, the transport carries it, there is one piece,
+                   the other end's memory is of the same kind, and a SEND is_expected, however short it is */
+    int device; /* of TB_MEM_CUDA: the GPU's number in this process */
 };
 
 typedef struct tb_transport_ops {
     size_t size;
     const char *name;
-    unsigned memory; /* a bit for each tb_mem_kind that pieces may be in: 1 << TB_MEM_HOST, ... */
+    unsigned memory; /* a bit for each tb_mem_kind that pieces may be in: 1 << TB_MEM_HOST, ...; see also `carries` */
     bool is_local;   /* reaches processes of the same machine only */
 
     /* Opens an endpoint of this rank. TB_REFUSED: it can't be used in this world; that is an error only if it was
@@ -184,6 +192,9 @@ typedef struct tb_transport_ops {
      * it; from then on its messages can be received. Without it, a world connects to all peers that it might hear
      * from. */
     bool reports_strangers;
+    /* (optional; default true) Whether pieces can be in memory of this kind, one of `memory`, with the libraries that
+     * were found on this machine. */
+    bool (*carries)(void *context, tb_mem_kind kind);
 } tb_transport_ops;
 
 /* Registers a transport in the process, permanently. In the order of preference it comes after transports within a

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import importlib.util
 import os
 from collections.abc import Callable
 from ctypes import (
@@ -695,7 +696,18 @@ def find(name: str) -> Path:
     )
 
 
+def _find_ucx() -> None:
+    """Lets the library, and programs that are started, find the UCX of the package libucx, where the system has none."""
+    package = importlib.util.find_spec("libucx")
+    if package is None or package.origin is None:
+        return
+    file = Path(package.origin).parent / "lib" / "libucp.so.0"
+    if file.exists():
+        os.environ.setdefault("TENSORBUS_UCX", f"libucp.so.0:{file}")
+
+
 def _load() -> ctypes.CDLL:
+    _find_ucx()
     return ctypes.CDLL(os.environ.get("TENSORBUS_LIBRARY") or str(find("libtensorbus.so")))
 
 

@@ -28,6 +28,8 @@ const tb__config_entry tb__config_table[TB__CONFIG_COUNT] = {
                          "how many seats the group has; if not set, likewise"},
     [TB__CONFIG_TOKEN_FILE] = {"token_file", "TENSORBUS_TOKEN_FILE", "", TB__CONFIG_IS_TEXT,
                                "the first line of this file is the token of a program that joins without a URL"},
+    [TB__CONFIG_UCX] = {"ucx", "TENSORBUS_UCX", "libucp.so.0", TB__CONFIG_IS_TEXT,
+                        "the file of UCX; several, separated by colons: the first of them that can be loaded"},
 };
 
 static const char *const level_names[] = {[TB_LOG_OFF] = "off",

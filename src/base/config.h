@@ -19,6 +19,7 @@ typedef enum tb__config_key {
     TB__CONFIG_INDEX,
     TB__CONFIG_SIZE,
     TB__CONFIG_TOKEN_FILE,
+    TB__CONFIG_UCX,
     TB__CONFIG_COUNT
 } tb__config_key;
 
@@ -26,7 +27,7 @@ typedef enum tb__config_kind {
     TB__CONFIG_IS_LEVEL,  /* off, error, warn, info, debug */
     TB__CONFIG_IS_SIZE,   /* bytes, such as 16MiB; at least 1 */
     TB__CONFIG_IS_NUMBER, /* at least 1 */
-    TB__CONFIG_IS_TEXT,   /* read, and checked, where it is used: bus/environment.h */
+    TB__CONFIG_IS_TEXT,   /* read, and checked, where it is used: bus/environment.h, transport/ucx */
 } tb__config_kind;
 
 typedef struct tb__config_entry {

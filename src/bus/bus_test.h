@@ -48,7 +48,7 @@ struct scene {
     bool has_failed;
     const void *shared;       /* what a test's ranks tell each other */
     const char *const *hosts; /* of the ranks, between which there is ucx; NULL: all are on this one */
-    const char *transport;    /* all of them use this one; NULL: what is best */
+    const char *transport;    /* all of them use this one; NULL: TB_TRANSPORT in the environment, or what is best */
     bool is_manual;           /* their worlds are */
     bool is_b_manual;         /* those of group "b" are */
     int64_t plan_bytes;       /* of their worlds; 0: the default */
@@ -138,7 +138,7 @@ static inline void *rank_main(void *arg) {
                               .plan_bytes = s->plan_bytes,
                               .transport = s->transport ? s->transport
                                            : s->hosts   ? "ucx"
-                                                        : NULL,
+                                                        : getenv("TB_TRANSPORT"),
                               .host = s->hosts ? s->hosts[r - s->ranks] : NULL};
         check_ok(tb_world_join(r->scene->url, r->group, r->index, r->size, &opts, &r->world));
         r->scene->body(r);

@@ -23,6 +23,7 @@
 #include "base/mem.h"
 #include "base/pack.h"
 #include "device/move.h"
+#include "tensorbus/transport.h"
 
 typedef struct tb__device tb__device;
 typedef struct tb__job tb__job;   /* prepared moves */
@@ -126,6 +127,15 @@ typedef struct tb__device_ops {
     void (*unpin)(void *address); /* (with pin) all that the call with this address has pinned */
     /* (optional; default: the device's name) The name of a unit in messages, such as "cuda:1". Any thread. */
     const char *(*unit_name)(tb__device *device, int index);
+    /* (optional, all four; default: TB_MEM_HOST) What transports call its memory. */
+    tb_mem_kind transport_kind;
+    /* Memory that transports can send and receive; `alloc` may give memory that they can't. `free` frees it. Any
+     * thread. */
+    tb_status (*alloc_for_transport)(tb__device *device, int index, size_t nbytes, void **out);
+    /* Makes a unit the current one of this thread, until `leave`, for libraries that use the device themselves. Any
+     * thread. */
+    tb_status (*enter)(tb__device *device, int index);
+    void (*leave)(tb__device *device);
 
     /* (optional; default: TB_REFUSED) Lets other processes map memory that `find` found. *key is empty before. */
     tb_status (*share)(tb__device *device, const tb__memory *memory, tb__memory_key *key);

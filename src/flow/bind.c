@@ -120,7 +120,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack_u32(&pack, flow->o.staged);
     pack_key(&pack, flow, flow->direct.exposures_region, reader->peer, true);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
-    tb__flow_pack_key(&pack, flow, reader->peer->rank == flow->o.rank ? NULL : flow->staged.on_device.region,
+    tb__flow_pack_key(&pack, flow, reader->peer->rank == flow->o.rank ? NULL : flow->staged.on_device[true].region,
                       reader->peer);
     mark_tensors(flow, reader, is_read);
     pack_tensors(&pack, flow, reader, is_read);
@@ -133,7 +133,7 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
     bool *is_read = tb__malloc(flow->o.ntensors, sizeof *is_read);
     if (!is_read)
         return TB_NO_MEMORY;
-    tb__staged_make_device_stage(flow);
+    tb__staged_make_device_stage(flow, true);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].setup.is_reader)
             send_bind(flow, &flow->members[i], is_read);
@@ -208,7 +208,7 @@ char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbyte
         return NULL;
     bool is_inside = tb__peer_memory_check(*memory, 0, nbytes) == TB_OK;
     char *map = NULL;
-    if (is_inside && path->is_unpacked_on_device)
+    if (is_inside && path->is_unpacked_on_device && m->setup.stage)
         map = tb__peer_memory_buffer(*memory);
     else if (is_inside && path->is_unpacked_on_host)
         map = tb__peer_memory_address(*memory);

@@ -53,20 +53,26 @@ void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
     return buffer;
 }
 
-void *tb__flow_stage_bucket(tb__flow *flow, size_t bucket, size_t nbytes) {
-    const bucket_path *path = &flow->setup.paths[bucket];
-    bool on_device = path->is_packed_on_device && path->nstaged_on_device == path->nstaged;
-    char *buffer = on_device ? tb__staged_alloc_on_device(flow, nbytes) : NULL;
-    if (!buffer)
-        return tb__flow_stage(flow, POOL_SEND, nbytes);
-    count_staged(flow, POOL_SEND, nbytes);
+static void *stage_on_device(tb__flow *flow, bool is_send, size_t nbytes) {
+    char *buffer = tb__staged_alloc_on_device(flow, is_send, nbytes);
+    if (buffer)
+        count_staged(flow, is_send ? POOL_SEND : POOL_RECEIVE, nbytes);
     return buffer;
+}
+
+void *tb__flow_stage_bucket(staged_bucket *p) {
+    char *buffer = tb__staged_prefers_device(p) ? stage_on_device(p->flow, true, p->nbytes) : NULL;
+    return buffer ? buffer : tb__flow_stage(p->flow, POOL_SEND, p->nbytes);
+}
+
+void *tb__flow_stage_received(tb__flow *flow, const announcement *a, pool which) {
+    return a->is_on_device ? stage_on_device(flow, false, a->nbytes) : tb__flow_stage(flow, which, a->nbytes);
 }
 
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     if (!buffer)
         return;
-    if (!tb__staged_is_on_device(flow, buffer))
+    if (!tb__staged_find_device(flow, buffer))
         tb_free(buffer);
     flow->staged.pool_used[which] -= (int64_t)nbytes;
     flow->staged.nbytes -= (int64_t)nbytes;
@@ -158,6 +164,7 @@ static void free_bucket(staged_bucket *p, bool is_held) {
     tb__peer_memory_release(p->memory);
     tb__region_put(p->region); /* before its memory is reused */
     flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
+    flow->staged.is_timing &= p->timed_from == 0;
     if (is_held) {
         p->next = flow->staged.held;
         flow->staged.held = p;
@@ -202,12 +209,15 @@ static void on_bucket_message(tb_op *op) {
 static void post_message(bucket_message *c, tb_op_kind kind) {
     tb__flow *flow = c->staged_bucket->flow;
     const member *m = &flow->members[c->member];
+    const device_stage *stage = tb__staged_find_device(flow, c->staged_bucket->buffer);
     c->op = (tb_op){.kind = kind,
                     .peer = m->peer->transport_rank,
                     .tag = c->tag,
                     .pieces = c->staged_bucket->pieces ? c->staged_bucket->pieces : &c->piece,
                     .npieces = c->staged_bucket->pieces ? c->staged_bucket->npieces : 1,
                     .is_expected = kind == TB_OP_SEND, /* the receive was posted before GO */
+                    .memory = stage ? stage->device->ops->transport_kind : TB_MEM_HOST,
+                    .device = stage ? stage->unit : 0,
                     .done = on_bucket_message,
                     .arg = c};
     c->is_posted = true;
@@ -335,7 +345,7 @@ void tb__staged_fini(tb__flow *flow) {
     tb__staged_close(flow, true);
     tb__staged_close(flow, false);
     tb__staged_drop_announcements(flow, 0, UINT64_MAX);
-    tb__staged_free_device_stage(flow);
+    tb__staged_free_device_stages(flow);
     free(flow->staged.announcements.item);
     free(flow->staged.stash.item);
     free(flow->staged.last.item);
@@ -366,6 +376,7 @@ void tb__staged_bucket_announce(staged_bucket *p) {
     if (tb__staged_bucket_begin_sum(p))
         return;
     uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : p->sum;
+    bool is_on_device = tb__staged_find_device(flow, p->buffer);
     p->is_announced = true;
     if (p->is_send)
         tb__flow_tell_step(flow, p->bucket, TB_BUCKET_LAUNCHED);
@@ -387,7 +398,9 @@ void tb__staged_bucket_announce(staged_bucket *p) {
         tb__pack_u64(&pack, c->tag);
         tb__pack_u64(&pack, p->nbytes);
         tb__pack_u64(&pack, sum);
-        tb__flow_pack_key(&pack, flow, p->region, flow->members[c->member].peer);
+        tb__pack_u32(&pack, is_on_device);
+        bool is_carried = is_on_device && tb__staged_carries(flow, &flow->members[c->member]);
+        tb__flow_pack_key(&pack, flow, is_carried ? NULL : p->region, flow->members[c->member].peer);
         tb__flow_send_message(flow, &flow->members[c->member], &pack);
     }
 }
@@ -407,7 +420,7 @@ static bucket_message *find_announced(const tb__flow *flow, const member *to, ui
 bool tb__staged_on_go(tb__flow *flow, member *from, tb__unpack *message) {
     uint64_t tag = tb__unpack_u64(message);
     bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
-    if (c && tb__staged_is_on_device(flow, c->staged_bucket->buffer)) {
+    if (c && tb__staged_find_device(flow, c->staged_bucket->buffer) && !tb__staged_carries(flow, from)) {
         tb__set_detail("it asks for bucket %zu, which it said that it could take from a device",
                        c->staged_bucket->bucket);
         return false;
@@ -434,6 +447,7 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
     a.tag = tb__unpack_u64(message);
     a.nbytes = tb__unpack_u64(message);
     a.sum = tb__unpack_u64(message);
+    bool is_on_device = tb__unpack_u32(message) != 0;
     size_t key_nbytes;
     const void *key = tb__unpack_bytes(message, &key_nbytes);
     a.bucket =
@@ -451,6 +465,7 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
     }
     if (tb__flow_find_abort(flow, attempt))
         return true;
+    a.is_on_device = is_on_device && flow->setup.paths[a.bucket].is_unpacked_on_device && !from->setup.stage;
     bool is_known = !l->is_channel_source && attempt == flow->recv.attempt && flow->staged.is_taken[a.bucket];
     for (size_t i = 0; i < flow->staged.announcements.count && !is_known; i++) {
         const announcement *other = &flow->staged.announcements.item[i];

@@ -1,69 +1,110 @@
-/* Staging memory on a device: buckets of tensors that are on one of its units go from there to readers that have mapped
- * it, so that their data does not pass through the host. It is made once for each flow, and readers map it when they
- * are bound (bind.c); a bucket that does not fit is staged in host memory. The reader's exposure shows whether the
- * sender has reused a bucket's memory. */
+/* Staging memory on a device, so that data of tensors on one of its units does not pass through the host. It is made
+ * once for each flow. Readers on the same machine map the sender's when they are bound (bind.c); the reader's exposure
+ * shows whether the sender has reused a bucket's memory. Others receive buckets in a stage of their own, if transports
+ * at both ends take memory of the device; the sender times some buckets each way, and takes the faster one. A bucket
+ * that does not fit is staged in host memory. */
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
+#include "base/log.h"
 
-/* Whether other ranks can't read some of this rank's tensors on a device; *where is the first one's memory. */
-static bool find_staged(const tb__flow *flow, tb__device **device, tb__memory *where) {
+#include <math.h>
+
+enum {
+    TIMED = 2, /* buckets each way, of which the faster one counts: the first may make connections, pin memory */
+    TIMED_MIN = 1 << 20, /* bytes of one */
+};
+
+/* Whether a transport takes memory of the device to a reader, or from a sender. */
+static bool has_carrier(const tb__flow *flow, bool is_send, const tb__device *device) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        const member *m = &flow->members[i];
+        bool is_other_end = is_send ? m->setup.is_reader : m->setup.is_sender;
+        if (is_other_end && i != flow->self && tb__peer_carries(m->peer, device))
+            return true;
+    }
+    return false;
+}
+
+/* Whether buckets of some of this rank's tensors on a device are to be staged there; *where is the first one's memory,
+ * and *is_carried, whether a transport must be able to use the stage. */
+static bool find_staged(const tb__flow *flow, bool is_send, tb__device **device, tb__memory *where, bool *is_carried) {
+    tb__region *const *regions = is_send ? flow->setup.src_regions : flow->setup.dst_regions;
     for (size_t i = 0; i < flow->o.ntensors && !flow->o.checksum; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
-        if (!flow->setup.src_regions[i])
+        if (!regions[i])
             continue;
-        *device = tb__loop_find_memory(flow->o.loop, t->src.base, 1, where);
-        if ((*device)->ops != &tb__host_device_ops && (flow->o.staged || t->spec.coded || !where->is_shareable))
+        *device = tb__loop_find_memory(flow->o.loop, (is_send ? &t->src : &t->dst)->base, 1, where);
+        if ((*device)->ops == &tb__host_device_ops)
+            continue;
+        *is_carried = has_carrier(flow, is_send, *device);
+        if (*is_carried || (is_send && (flow->o.staged || t->spec.coded || !where->is_shareable)))
             return true;
     }
     return false;
 }
 
 /* Without it, buckets are staged in host memory. */
-void tb__staged_make_device_stage(tb__flow *flow) {
-    device_stage *s = &flow->staged.on_device;
+void tb__staged_make_device_stage(tb__flow *flow, bool is_send) {
+    device_stage *s = &flow->staged.on_device[is_send];
     tb__memory where;
-    bool has_others = false;
+    bool has_others = !is_send, is_carried;
     for (size_t i = 0; i < flow->nmembers; i++)
         has_others |= flow->members[i].setup.is_reader && i != flow->self;
-    if (s->memory || !has_others || !find_staged(flow, &s->device, &where))
+    if (s->memory || !has_others || !find_staged(flow, is_send, &s->device, &where, &is_carried))
         return;
     s->unit = where.index;
-    s->nbytes = (size_t)flow->staged.pool_size[POOL_SEND];
-    if (s->device->ops->alloc(s->device, s->unit, s->nbytes, (void **)&s->memory) != TB_OK)
+    s->nbytes = (size_t)flow->staged.pool_size[is_send ? POOL_SEND : POOL_RECEIVE];
+    __typeof__(s->device->ops->alloc) alloc = is_carried ? s->device->ops->alloc_for_transport : s->device->ops->alloc;
+    if (alloc(s->device, s->unit, s->nbytes, (void **)&s->memory) != TB_OK)
         s->memory = NULL;
-    else if (tb__region_get(flow->o.loop, s->memory, s->nbytes, &s->region) != TB_OK)
-        tb__staged_free_device_stage(flow);
+    else if (is_send && tb__region_get(flow->o.loop, s->memory, s->nbytes, &s->region) != TB_OK)
+        tb__staged_free_device_stages(flow);
 }
 
-void tb__staged_free_device_stage(tb__flow *flow) {
-    device_stage *s = &flow->staged.on_device;
-    tb__region_put(s->region);
-    if (s->memory)
-        s->device->ops->free(s->device, s->memory);
-    *s = (device_stage){0};
+/* A message that the transport has not given back may still access its bucket's memory. */
+void tb__staged_free_device_stages(tb__flow *flow) {
+    for (int is_send = 0; is_send < 2; is_send++) {
+        device_stage *s = &flow->staged.on_device[is_send];
+        tb__region_put(s->region);
+        if (s->memory && !flow->staged.held)
+            s->device->ops->free(s->device, s->memory);
+        *s = (device_stage){0};
+    }
 }
 
-bool tb__staged_is_on_device(const tb__flow *flow, const char *buffer) {
-    const device_stage *s = &flow->staged.on_device;
+static bool is_in_stage(const device_stage *s, const char *buffer) {
     return s->memory && buffer >= s->memory && buffer < s->memory + s->nbytes;
 }
 
-char *tb__staged_alloc_on_device(tb__flow *flow, size_t nbytes) {
-    const device_stage *s = &flow->staged.on_device;
-    size_t at = 0;
-    for (bool has_moved = true; has_moved;) { /* behind buckets that are in the way */
-        has_moved = false;
-        for (const staged_bucket *p = flow->staged.buckets; p; p = p->next) {
-            if (!tb__staged_is_on_device(flow, p->buffer))
-                continue;
-            size_t first = (size_t)(p->buffer - s->memory), last = first + (size_t)tb__align((int64_t)p->nbytes, 256);
-            if (at < last && first < at + nbytes) {
-                at = last;
-                has_moved = true;
-            }
+const device_stage *tb__staged_find_device(const tb__flow *flow, const char *buffer) {
+    for (int is_send = 0; is_send < 2; is_send++) {
+        if (is_in_stage(&flow->staged.on_device[is_send], buffer))
+            return &flow->staged.on_device[is_send];
+    }
+    return NULL;
+}
+
+/* Moves *at behind buckets that are in the way of nbytes there. False: none was. */
+static bool pass_buckets(const device_stage *s, const staged_bucket *list, size_t nbytes, size_t *at) {
+    bool has_moved = false;
+    for (const staged_bucket *p = list; p; p = p->next) {
+        if (!is_in_stage(s, p->buffer))
+            continue;
+        size_t first = (size_t)(p->buffer - s->memory), last = first + (size_t)tb__align((int64_t)p->nbytes, 256);
+        if (*at < last && first < *at + nbytes) {
+            *at = last;
+            has_moved = true;
         }
     }
+    return has_moved;
+}
+
+char *tb__staged_alloc_on_device(const tb__flow *flow, bool is_send, size_t nbytes) {
+    const device_stage *s = &flow->staged.on_device[is_send];
+    size_t at = 0;
+    while (pass_buckets(s, flow->staged.buckets, nbytes, &at) || pass_buckets(s, flow->staged.held, nbytes, &at))
+        ;
     return nbytes <= s->nbytes && at <= s->nbytes - nbytes ? s->memory + at : NULL;
 }
 
@@ -85,7 +126,7 @@ static bool is_copied_by(tb__flow *flow, size_t bucket, bool packs, const tb__de
 }
 
 bool tb__staged_packs_on_device(tb__flow *flow, size_t bucket) {
-    const device_stage *s = &flow->staged.on_device;
+    const device_stage *s = &flow->staged.on_device[true];
     const lane *l = tb__flow_lane(flow, bucket);
     const tb_bucket *b = &flow->setup.ir->buckets[bucket];
     bool is = s->memory && l->is_channel_source && l->nsenders == 1;
@@ -137,9 +178,104 @@ static bool can_targets_read(tb__flow *flow, size_t bucket, const tb__memory *me
 
 bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket) {
     const member *m = &flow->members[l->source];
+    const device_stage *s = &flow->staged.on_device[false];
     tb__memory memory;
-    return m->setup.stage && m->direct.peer_exposure && l->nsenders == 1 && l->parent == l->source &&
-           l->nchildren == 0 && !l->is_stashed &&
-           is_copied_by(flow, bucket, false, tb__peer_memory_find(m->setup.stage, &memory)) &&
-           can_targets_read(flow, bucket, &memory);
+    tb__device *device = NULL;
+    if (l->nsenders != 1 || l->parent != l->source || l->nchildren > 0 || l->is_stashed)
+        return false;
+    if (m->setup.stage && m->direct.peer_exposure)
+        device = tb__peer_memory_find(m->setup.stage, &memory);
+    else if (s->memory && tb__peer_carries(m->peer, s->device) &&
+             (size_t)flow->setup.ir->buckets[bucket].total_bytes <= s->nbytes)
+        device = tb__loop_find_memory(flow->o.loop, s->memory, 1, &memory);
+    return device && is_copied_by(flow, bucket, false, device) && can_targets_read(flow, bucket, &memory);
+}
+
+/* ---- Transports ------------------------------------------------------------------------------------------------- */
+
+bool tb__staged_carries(const tb__flow *flow, const member *to) {
+    const device_stage *s = &flow->staged.on_device[true];
+    return s->memory && tb__peer_carries(to->peer, s->device);
+}
+
+/* The first receiver that gets the bucket by a transport; NULL: all map the stage. */
+static tb__peer *find_carried(const staged_bucket *p) {
+    for (size_t i = 0; i < p->nmessages; i++) {
+        const member *m = &p->flow->members[p->messages[i].member];
+        if (tb__staged_carries(p->flow, m))
+            return m->peer;
+    }
+    return NULL;
+}
+
+static bool is_decided(const tb__peer *peer) {
+    return peer->timed[0].count >= TIMED && peer->timed[1].count >= TIMED;
+}
+
+static bool is_only_outgoing(const staged_bucket *p) {
+    for (const staged_bucket *other = p->flow->staged.buckets; other; other = other->next) {
+        if (other != p && other->is_send && other->kind == STAGED_OUT)
+            return false;
+    }
+    return true;
+}
+
+/* The first buckets that are large enough, and go alone, are timed, from when they are packed until they have been
+ * received. */
+bool tb__staged_prefers_device(staged_bucket *p) {
+    const bucket_path *path = &p->flow->setup.paths[p->bucket];
+    const tb__peer *peer = find_carried(p);
+    if (!path->is_packed_on_device || path->nstaged_on_device != path->nstaged)
+        return false;
+    if (!peer)
+        return true;
+    const struct tb__timed *timed = peer->timed;
+    if (is_decided(peer))
+        return timed[true].rate >= timed[false].rate;
+    if (p->nbytes < TIMED_MIN || !is_only_outgoing(p))
+        return true;
+    p->timed_from = tb__seconds();
+    p->flow->staged.is_timing = true;
+    return timed[true].count < TIMED;
+}
+
+static void describe_way(const tb__flow *flow, const tb__peer *peer, tb__text *out) {
+    const device_stage *s = &flow->staged.on_device[true];
+    const struct tb__timed *t = peer->timed;
+    const char *unit = tb__device_unit_name(s->device, s->unit);
+    if (is_decided(peer))
+        tb__text_add(out, "buckets of %s go to %s by %s from %s: %.3g GB/s, by way of %s %.3g GB/s", unit, peer->label,
+                     peer->transport->ops->name, t[1].rate >= t[0].rate ? "its memory" : "host memory",
+                     1e-9 * fmax(t[0].rate, t[1].rate), t[1].rate >= t[0].rate ? "host memory" : "its memory",
+                     1e-9 * fmin(t[0].rate, t[1].rate));
+    else
+        tb__text_add(out,
+                     "buckets of %s go to %s by %s from its memory; whether host memory is faster is known when %d of "
+                     "at least 1 MiB have been timed each way",
+                     unit, peer->label, peer->transport->ops->name, TIMED);
+}
+
+void tb__staged_describe_way(const tb__flow *flow, const member *to, tb__text *out) {
+    if (!tb__staged_carries(flow, to))
+        return;
+    tb__text_add(out, "  ");
+    describe_way(flow, to->peer, out);
+    tb__text_add(out, "\n");
+}
+
+void tb__staged_end_timing(staged_bucket *p) {
+    tb__peer *peer = find_carried(p);
+    tb__text text = {0};
+    if (p->timed_from == 0 || !peer)
+        return;
+    struct tb__timed *timed = &peer->timed[tb__staged_find_device(p->flow, p->buffer) != NULL];
+    double rate = (double)p->nbytes / (tb__seconds() - p->timed_from);
+    bool was_decided = is_decided(peer);
+    timed->count++;
+    timed->rate = fmax(timed->rate, rate);
+    if (was_decided || !is_decided(peer))
+        return;
+    describe_way(p->flow, peer, &text);
+    tb__log(TB_LOG_INFO, "%s", text.data ? text.data : "");
+    tb__text_fini(&text);
 }

@@ -266,6 +266,7 @@ static void send_reach(tb__flow *flow, member *sender) {
 }
 
 static tb_status choose_all_paths(tb__flow *flow) {
+    tb__staged_make_device_stage(flow, false);
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         if (flow->setup.lanes[i].is_target)
             choose_paths(flow, &flow->setup.lanes[i]);
@@ -301,6 +302,7 @@ static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t 
                       const char *why) {
     lane *l = tb__flow_lane(flow, bucket);
     uint32_t position = (uint32_t)(to - flow->members);
+    on_device &= to->peer->transport->ops->mem_map || tb__staged_carries(flow, to);
     if (!tb__has_int32(l->first->targets, l->first->ntargets, to->peer->rank) ||
         count > l->channel->first_bucket + l->channel->nbuckets - bucket) {
         tb__set_detail("it asks for %" PRIu32 " buckets from %zu on, which it is not to get", count, bucket);

@@ -483,5 +483,9 @@ tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out) {
                 add_piece(&t, flow, is_send, i, c);
         }
     }
+    for (size_t i = 0; is_send && i < flow->nmembers; i++) {
+        if (flow->members[i].setup.is_reader && i != flow->self)
+            tb__staged_describe_way(flow, &flow->members[i], &t);
+    }
     return tb__text_take(&t, out);
 }

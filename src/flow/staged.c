@@ -121,7 +121,7 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     p->nbytes = nbytes;
     if (!is_mapped_by_all(p))
         p->pieces = tb__flow_pieces(flow, l, index, false, &p->npieces);
-    p->buffer = p->pieces ? NULL : tb__flow_stage_bucket(flow, index, nbytes);
+    p->buffer = p->pieces ? NULL : tb__flow_stage_bucket(p);
     if (!p->pieces && !p->buffer) {
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
@@ -155,11 +155,13 @@ bool tb__staged_step_out(tb__flow *flow) {
             tb__flow_tell_step(flow, p->bucket, TB_BUCKET_FINALISED);
             p->lane->staged_lane.in_flight--;
             flow->staged.sends_left--;
+            tb__staged_end_timing(p);
             tb__staged_bucket_destroy(p);
             did = true;
         }
     }
-    lane *l = status == TB_OK && flow->staged.sends_left > 0 ? choose_out(flow) : NULL;
+    bool may_pack = status == TB_OK && flow->staged.sends_left > 0 && !flow->staged.is_timing;
+    lane *l = may_pack ? choose_out(flow) : NULL;
     if (l) {
         flow->staged.next_lane = (uint32_t)((size_t)(l - flow->setup.lanes + 1) % flow->setup.ir->nchannels);
         status = pack_bucket(flow, l);
@@ -209,7 +211,7 @@ static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l
     /* A bucket that is relayed needs a buffer: the program may change its tensors once they have arrived. */
     if (!l->is_stashed && l->nchildren == 0 && tb__flow_may_write(flow))
         p->pieces = tb__flow_pieces(flow, l, a->bucket, true, &p->npieces);
-    p->buffer = p->pieces ? NULL : tb__flow_stage(flow, p->pool, p->nbytes);
+    p->buffer = p->pieces ? NULL : tb__flow_stage_received(flow, a, p->pool);
     if (!p->pieces && !p->buffer) {
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
@@ -243,6 +245,8 @@ static uint32_t lowest_relay(const tb__flow *flow) {
 static bool has_room(const tb__flow *flow, const lane *l, const announcement *a, uint32_t lowest) {
     if (l->is_stashed)
         return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
+    if (a->is_on_device && !tb__staged_alloc_on_device(flow, false, a->nbytes))
+        return false;
     if (!l->nchildren || flow->setup.ir->buckets[a->bucket].group <= lowest)
         return tb__flow_has_room(flow, POOL_RECEIVE, a->nbytes);
     return flow->staged.pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->setup.largest_relay <=

@@ -5,6 +5,7 @@
 #ifndef TB_FLOW_STAGED_H
 #define TB_FLOW_STAGED_H
 
+#include "base/text.h"
 #include "flow/flow.h"
 #include "ir/ir.h"
 #include "loop/peer_memory.h"
@@ -41,6 +42,7 @@ struct staged_bucket {
     lane *lane;
     size_t bucket; /* index in the IR */
     enum { STAGED_OUT, STAGED_IN, STAGED_REDUCE } kind;
+    double timed_from; /* when its packing began, if it is timed; else 0 */
     bool is_send;      /* whose leg it belongs to */
     bool is_announced; /* to its receivers */
     bool is_summed;    /* its checksums are known, or being computed: ... */
@@ -75,6 +77,7 @@ typedef struct announcement {
     uint64_t tag;
     size_t nbytes;
     uint64_t sum;            /* if checksums are enabled */
+    bool is_on_device;       /* the sender has it on a device */
     tb__peer_memory *memory; /* the sender's buffer, if it can be read there; NULL: ask for the bucket */
     char *map;
 } announcement;
@@ -88,7 +91,7 @@ typedef struct stashed {
     const tb_chunk *first; /* of the bucket */
 } stashed;
 
-/* Staging memory on one of a device's units: only device_stage.c writes it. */
+/* Staging memory on one of a device's units, for outgoing or for received buckets: only device_stage.c writes it. */
 typedef struct device_stage {
     tb__device *device;
     int unit;
@@ -106,7 +109,9 @@ struct staged_lane {
 struct flow_staged {
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
     int64_t nbytes, nbytes_max;     /* of all pools, now and at most */
-    device_stage on_device;         /* beside host memory; buckets in it count as POOL_SEND, too */
+    device_stage on_device[2];      /* of the receive, of the send; beside host memory: buckets in it count as
+                                       POOL_RECEIVE and POOL_SEND, too */
+    bool is_timing;                 /* an outgoing bucket is timed, so that no other is packed */
     staged_bucket *buckets;         /* under way, a list */
     char gaps[2][TB__BUCKET_ALIGN]; /* bytes between chunks of buckets without a buffer: [0] zeros to send, [1] a sink
                                      */
@@ -166,17 +171,30 @@ const tb_chunk *tb__flow_first_chunk(const tb__flow *flow, size_t bucket);
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
 /* Of POOL_SEND, for this bucket: on a device if it is staged there. */
-void *tb__flow_stage_bucket(tb__flow *flow, size_t bucket, size_t nbytes);
+void *tb__flow_stage_bucket(staged_bucket *p);
+/* For an announced bucket: on a device if it is there at its sender. */
+void *tb__flow_stage_received(tb__flow *flow, const announcement *a, pool which);
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
 
-/* device_stage.c: makes it, if tensors on a device have to be staged. */
-void tb__staged_make_device_stage(tb__flow *flow);
-void tb__staged_free_device_stage(tb__flow *flow);
-bool tb__staged_is_on_device(const tb__flow *flow, const char *buffer);
-char *tb__staged_alloc_on_device(tb__flow *flow, size_t nbytes); /* NULL: no room; free when no bucket has it */
+/* device_stage.c: makes the send's, if tensors on a device have to be staged, and the receive's, if a transport brings
+ * such buckets to a device. */
+void tb__staged_make_device_stage(tb__flow *flow, bool is_send);
+void tb__staged_free_device_stages(tb__flow *flow);
+/* The one that the buffer is in; NULL: it is in host memory. */
+const device_stage *tb__staged_find_device(const tb__flow *flow, const char *buffer);
+/* NULL: no room; free when no bucket has it. */
+char *tb__staged_alloc_on_device(const tb__flow *flow, bool is_send, size_t nbytes);
 /* Whether a bucket can be staged there, by this rank as its source; or taken from there, as its target. */
 bool tb__staged_packs_on_device(tb__flow *flow, size_t bucket);
 bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket);
+/* Whether this rank can hand buckets that it has staged there to the member. */
+bool tb__staged_carries(const tb__flow *flow, const member *to);
+/* Of an outgoing bucket that can be staged there: whether it is. Times it, if that is not decided for its receiver. */
+bool tb__staged_prefers_device(staged_bucket *p);
+/* The bucket is done: its time counts. */
+void tb__staged_end_timing(staged_bucket *p);
+/* Adds a line on whether such buckets go to the member from the device, if that is possible. */
+void tb__staged_describe_way(const tb__flow *flow, const member *to, tb__text *out);
 /* Whether the host device alone reads the bucket, as its target. */
 bool tb__staged_unpacks_on_host(tb__flow *flow, size_t bucket);
 

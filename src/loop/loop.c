@@ -361,6 +361,24 @@ uint64_t tb__loop_new_tag(tb__loop *loop) {
 
 /* ---- Create and destroy ---------------------------------------------------------------------------------------- */
 
+/* Of transports. Any thread: the list of devices does not change while a transport is open. */
+static tb__device *find_kind(const tb__loop *loop, tb_mem_kind kind) {
+    size_t i = 0;
+    while (i < loop->ndevices && loop->devices[i]->ops->transport_kind != kind)
+        i++;
+    return i < loop->ndevices ? loop->devices[i] : NULL;
+}
+
+static tb_status enter_device(void *arg, tb_mem_kind kind, int index) {
+    tb__device *device = find_kind(arg, kind);
+    return device ? device->ops->enter(device, index) : tb__fail(TB_INVALID, "there is no device of kind %d", kind);
+}
+
+static void leave_device(void *arg, tb_mem_kind kind) {
+    tb__device *device = find_kind(arg, kind);
+    device->ops->leave(device);
+}
+
 static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const char *name) {
     tb__proof_key key;
     _Static_assert(sizeof key == TB_KEY_SIZE, "transports get the whole key");
@@ -371,6 +389,8 @@ static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const ch
                             .lost = tb__peer_on_lost,
                             .reached = tb__peer_on_reached,
                             .is_driven = !o->manual,
+                            .enter_device = enter_device,
+                            .leave_device = leave_device,
                             .key = key.bytes};
     tb_transport *t = &loop->transports[loop->ntransports];
     TB_TRY(tb__transport_open(name, &env, t));

@@ -62,11 +62,17 @@ typedef struct tb__peer {
     bool is_met;  /* it has connected to this process, which has to connect to it, too */
     bool is_lost;
     char *why;
-    char *expected_loss;              /* why it will be lost once its messages have been received; NULL: it won't */
-    size_t nunsent;                   /* messages to it that the transport has not taken yet */
-    bool loss_reported;               /* to all ports */
-    bool is_disconnected;             /* the transport has reported the loss, too */
-    uint64_t moved[2];                /* tensor bytes received from it, and sent to it */
+    char *expected_loss;  /* why it will be lost once its messages have been received; NULL: it won't */
+    size_t nunsent;       /* messages to it that the transport has not taken yet */
+    bool loss_reported;   /* to all ports */
+    bool is_disconnected; /* the transport has reported the loss, too */
+    uint64_t moved[2];    /* tensor bytes received from it, and sent to it */
+    /* Buckets that were packed on a device and sent to it, and timed (flow/device_stage.c): how many, and the best
+     * bytes per second; through host memory, and from the device. */
+    struct tb__timed {
+        uint32_t count;
+        double rate;
+    } timed[2];
     struct tb__next_receive *receive; /* NULL: it was never connected */
     unsigned char *inbox, *message_bytes;
     bool is_receiving;             /* the first receive was posted */
@@ -163,6 +169,8 @@ bool tb__peer_can_reconnect(const tb__peer *peer);
 /* False after a tb__loop_meet of a known or lost peer until the peer has answered. Waiters are woken when that
  * changes. */
 bool tb__peer_is_reached(const tb__peer *peer);
+/* Whether messages to and from the peer can be in memory of the device. */
+bool tb__peer_carries(const tb__peer *peer, const tb__device *device);
 /* As tb__transport_post, but fails if the peer is lost: its transport rank may belong to a newer connection. */
 tb_status tb__peer_post(tb__peer *peer, tb_op *op);
 tb__peer *tb__loop_peers(const tb__loop *loop); /* a list, newest first */

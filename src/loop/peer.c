@@ -645,6 +645,11 @@ void tb__peer_report_lost(tb__peer *peer, const char *why) {
         expect_loss(peer, why);
 }
 
+bool tb__peer_carries(const tb__peer *peer, const tb__device *device) {
+    tb_mem_kind kind = device->ops->transport_kind;
+    return kind != TB_MEM_HOST && tb__transport_carries(peer->transport, kind);
+}
+
 tb_status tb__peer_post(tb__peer *peer, tb_op *op) {
     TB_TRY(tb__peer_open(peer));
     if (has_ended(peer))

@@ -1,9 +1,9 @@
 /* Transports: whether they open, as in a world, and the hosts that UCX reaches in its environment. */
 #include "tools/doctor.h"
 
+#include "tools/gpu.h"
 #include "transport/transport.h"
 
-#include <dlfcn.h>
 #include <net/if.h>
 #include <stdio.h>
 #include <string.h>
@@ -36,19 +36,16 @@ static bool open_transport(const void *arg, int out) {
 
 /* ---- UCX ------------------------------------------------------------------------------------------------------- */
 
-static bool get_ucx_version(const void *arg, int out) {
+static bool find_ucx(const void *arg, int out) {
     (void)arg;
-    void *library = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
-    const char *(*version)(void) = NULL;
-    void *function = library ? dlsym(library, "ucp_get_version_string") : NULL;
-    memcpy(&version, &function, sizeof version);
-    return version && write(out, version(), strlen(version())) > 0;
+    const char *found = tb__ucx_found();
+    return *found && write(out, found, strlen(found)) > 0;
 }
 
-/* "; UCX 1.13.1; UCX_TLS=tcp", and so on: settings of the environment may leave it without a lane. Leaves out what was
- * reported already. */
+/* "; UCX 1.13.1, /usr/lib/...; UCX_TLS=tcp", and so on: settings of the environment may leave it without a lane. Leaves
+ * out what was reported already. */
 static void describe_ucx(const doctor_answer *version, const char *said, char *out, size_t room, bool *has_settings) {
-    size_t n = version->is_ok ? (size_t)snprintf(out, room, "; UCX %.40s", version->said) : 0;
+    size_t n = version->is_ok ? (size_t)snprintf(out, room, "; UCX %.300s", version->said) : 0;
     *has_settings = false;
     out[n] = '\0';
     for (char *const *at = environ; *at && n < room; at++) {
@@ -65,8 +62,8 @@ static const char *remedy_of_ucx(const doctor_answer *version, bool has_settings
     if (!version->is_ok)
         return "apt-get install libucx0; without it the processes of this host reach one another, and nobody else";
     if (sscanf(version->said, "%d.%d", &major, &minor) == 2 && (major != TB__UCX_MAJOR || minor < TB__UCX_MINOR))
-        return "install a later one, and let it be found before this one (LD_LIBRARY_PATH); until then the processes "
-               "of this host reach one another, and nobody else";
+        return "install a later one, and let TENSORBUS_UCX name its libucp.so.0; until then the processes of this host "
+               "reach one another, and nobody else";
     if (has_settings)
         return "change the variables, or unset them: as they are, UCX can't be opened";
     if (!doctor_has_dev_shm())
@@ -116,12 +113,35 @@ static void warn_of_public(doctor *d, const char *title, const char *lanes) {
     tb__text_fini(&left_out);
 }
 
+/* What carries memory of GPUs, where there is one. Without cuda_copy, UCX knows of none. */
+static void add_ucx_of_gpus(doctor *d, const char *title, const char *lanes) {
+    static const char *const kinds[] = {"cuda_copy/", "cuda_ipc/", "gdr_copy/"};
+    tool_gpus gpus;
+    tb__text has = {0}, lacks = {0};
+    if (tool_gpus_look(&gpus) != TB_OK)
+        return;
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        tb__text *out = strstr(lanes, kinds[i]) ? &has : &lacks;
+        tb__text_add(out, "%s%.*s", out->count ? ", " : "", (int)strlen(kinds[i]) - 1, kinds[i]);
+    }
+    if (strstr(lanes, kinds[0]))
+        doctor_add(d, DOCTOR_OK, title, NULL, "takes memory of GPUs: %s%s%s", has.data,
+                   lacks.count ? "; it lacks " : "", lacks.count ? lacks.data : "");
+    else
+        doctor_add(d, DOCTOR_LIMITED, title,
+                   "a UCX with CUDA, such as that of pip install libucx-cu13: let TENSORBUS_UCX name its libucp.so.0",
+                   "takes no memory of GPUs, which passes through host memory: it lacks %s", lacks.data);
+    d->has_failed |= has.failed || lacks.failed;
+    tb__text_fini(&has);
+    tb__text_fini(&lacks);
+}
+
 static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
-    char about[512];
+    char about[1024];
     bool has_settings;
     doctor_answer version;
     tb__text far = {0}, near = {0};
-    doctor_probe(get_ucx_version, NULL, &version);
+    doctor_probe(find_ucx, NULL, &version);
     describe_ucx(&version, answer->said, about, sizeof about, &has_settings);
     pick_lanes(answer->is_ok ? answer->said : "", true, &far);
     pick_lanes(answer->is_ok ? answer->said : "", false, &near);
@@ -139,6 +159,8 @@ static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
         doctor_add(d, DOCTOR_OK, title, NULL, "opens; its lanes are not told%s", about);
     if (answer->is_ok)
         warn_of_public(d, title, answer->said);
+    if (answer->is_ok)
+        add_ucx_of_gpus(d, title, answer->said);
     d->has_failed |= far.failed || near.failed;
     tb__text_fini(&far);
     tb__text_fini(&near);

@@ -84,6 +84,10 @@ bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nb
     return t->ops->reaches ? t->ops->reaches(t->context, address, nbytes) : true;
 }
 
+bool tb__transport_carries(const tb_transport *t, tb_mem_kind kind) {
+    return t->ops->memory >> kind & 1U && (t->ops->carries ? t->ops->carries(t->context, kind) : true);
+}
+
 tb_status tb__transport_register(const tb_transport *t, const tb_mem_desc *desc, tb_mem **out) {
     if (!t->ops->mem_register)
         return tb__fail(TB_REFUSED, "transport %s does not make memory reachable", t->ops->name);
@@ -147,6 +151,9 @@ tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     if (nbytes > TB_SHORT_MAX)
         return tb__fail(TB_INVALID, "%zu bytes can't be sent before they are expected, only %d can", nbytes,
                         TB_SHORT_MAX);
+    if (op->memory != TB_MEM_HOST && (op->npieces != 1 || !tb__transport_carries(t, op->memory)))
+        return tb__fail(TB_INVALID, "transport %s does not take %zu pieces of this kind of memory", t->ops->name,
+                        op->npieces);
     return t->ops->post(t->context, op);
 }
 

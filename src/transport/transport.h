@@ -21,6 +21,8 @@ void tb__transport_close(tb_transport *transport);
 
 /* Call the slot of that name, or the default that tensorbus/transport.h describes if it is NULL. */
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
+/* Also false for kinds that are not in `memory`. */
+bool tb__transport_carries(const tb_transport *t, tb_mem_kind kind);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 /* The message of a failed operation. */
 const char *tb__op_why(const tb_op *op);
@@ -77,6 +79,9 @@ TB__BUILT_IN_TRANSPORTS(TB__DECLARE_TRANSPORT)
 /* ---- ucx ------------------------------------------------------------------------------------------------------- */
 
 enum { TB__UCX_MAJOR = 1, TB__UCX_MINOR = 13 }; /* the oldest version that is supported */
+
+/* "1.13.1, /usr/lib/x86_64-linux-gnu/libucp.so.0": the UCX that was found, also if it is too old; empty: none was. */
+const char *tb__ucx_found(void);
 
 /* "tcp/eth0 posix/memory": the lanes that an open ucx transport may use, as UCX's environment variables allow. */
 void tb__ucx_list_lanes(const tb_transport *ucx, tb__text *out);

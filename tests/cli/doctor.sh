@@ -126,7 +126,7 @@ C
         printed '^  *-> install a later one'
     fi
     UCX_NET_DEVICES=nowhere0 UCX_TLS=tcp accepted doctor
-    printed '^limited  *transport ucx  *opening UCX: .*(UCX_NET_DEVICES=nowhere0, UCX_TLS=tcp); UCX [0-9.]*$'
+    printed '^limited  *transport ucx  *opening UCX: .*(UCX_NET_DEVICES=nowhere0, UCX_TLS=tcp); UCX [0-9.]*, /.*/libucp.so.0[0-9.]*$'
     printed '^  *-> change the variables, or unset them'
     for lanes in self self,shm; do
         UCX_TLS=$lanes accepted doctor

@@ -590,6 +590,18 @@ static const char *cuda_unit_name(tb__device *device, int index) {
     return tb__gpu_unit_name(index);
 }
 
+static tb_status cuda_enter(tb__device *device, int index) {
+    tb__gpu *gpu;
+    (void)device;
+    TB_TRY(tb__gpu_get(index, &gpu));
+    return tb__gpu_push(gpu);
+}
+
+static void cuda_leave(tb__device *device) {
+    (void)device;
+    tb__gpu_pop();
+}
+
 const tb__device_ops tb__cuda_device_ops = {
     .name = "cuda",
     .open = cuda_open,
@@ -604,6 +616,10 @@ const tb__device_ops tb__cuda_device_ops = {
     .pin = tb__cuda_pin_pages,
     .unpin = tb__cuda_unpin_pages,
     .unit_name = cuda_unit_name,
+    .transport_kind = TB_MEM_CUDA,
+    .alloc_for_transport = tb__cuda_alloc_for_transport,
+    .enter = cuda_enter,
+    .leave = cuda_leave,
     .share = tb__cuda_share,
     .map = tb__cuda_map,
     .unmap = tb__cuda_unmap,

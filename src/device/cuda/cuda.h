@@ -271,6 +271,7 @@ bool tb__cuda_find(tb__device *device, const void *address, size_t nbytes, tb__m
 tb_status tb__cuda_list_ids(tb__device *device, const tb__memory *memory, tb__memory_ids *out);
 tb__memory_change tb__cuda_check_id(tb__device *device, const tb__memory_id *id);
 tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **out);
+tb_status tb__cuda_alloc_for_transport(tb__device *device, int index, size_t nbytes, void **out);
 void tb__cuda_free(tb__device *device, void *address);
 tb_status tb__cuda_share(tb__device *device, const tb__memory *memory, tb__memory_key *key);
 tb_status tb__cuda_map(tb__device *device, const tb__memory_key *key, bool is_writable, tb__mapping **out);

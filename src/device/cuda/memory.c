@@ -358,10 +358,11 @@ static size_t granularity(const tb__gpu *gpu) {
     return nbytes;
 }
 
-/* VMM memory, or, where there is none that can be shared, that of cuMemAlloc. */
-static tb_status fill_block(block *b) {
+/* VMM memory, if it is asked for and can be shared, else that of cuMemAlloc. */
+static tb_status fill_block(block *b, bool may_be_vmm) {
     CUmemGenericAllocationHandle handle;
-    CUresult result = has_vmm(b->gpu) ? create_handle(b->gpu, b->nbytes, &handle) : CUDA_ERROR_NOT_SUPPORTED;
+    CUresult result =
+        may_be_vmm && has_vmm(b->gpu) ? create_handle(b->gpu, b->nbytes, &handle) : CUDA_ERROR_NOT_SUPPORTED;
     b->is_vmm = result == CUDA_SUCCESS;
     if (b->is_vmm) {
         tb_status status = map_block(b, handle);
@@ -374,13 +375,13 @@ static tb_status fill_block(block *b) {
 }
 
 /* With the lock held; the context is current. */
-static tb_status create_block(tb__gpu *gpu, size_t nbytes, block **out) {
+static tb_status create_block(tb__gpu *gpu, size_t nbytes, bool may_be_vmm, block **out) {
     block *b = tb__calloc(1, sizeof *b);
     tb__memory_piece piece;
     if (!b)
         return TB_NO_MEMORY;
     *b = (block){.gpu = gpu, .nbytes = nbytes};
-    tb_status status = fill_block(b);
+    tb_status status = fill_block(b, may_be_vmm);
     if (status == TB_OK && !tb__memory_find_piece(b->base, &piece)) {
         free_memory(b->base, nbytes, b->is_vmm);
         status = tb__fail(TB_IO, "the driver does not know memory that it has allocated on %s", gpu->unit);
@@ -409,12 +410,12 @@ static bool insert_block(block *b) {
 }
 
 /* With the lock held. The smallest free block that has room, without wasting more than half of it. */
-static block *take_kept(const tb__gpu *gpu, size_t nbytes) {
+static block *take_kept(const tb__gpu *gpu, size_t nbytes, bool may_be_vmm) {
     block *best = NULL;
     for (size_t i = 0; i < pool.blocks.count; i++) {
         block *b = pool.blocks.item[i];
-        if (b->is_free && b->gpu == gpu && b->nbytes >= nbytes && b->nbytes / 2 <= nbytes &&
-            (!best || b->nbytes < best->nbytes))
+        if (b->is_free && b->gpu == gpu && (may_be_vmm || !b->is_vmm) && b->nbytes >= nbytes &&
+            b->nbytes / 2 <= nbytes && (!best || b->nbytes < best->nbytes))
             best = b;
     }
     if (best) {
@@ -452,10 +453,10 @@ static bool destroy_kept(const tb__gpu *gpu) {
 }
 
 /* Needs the lock, so that a new GPU finds the block in the list, or the block is granted to it. */
-static tb_status add_block(tb__gpu *gpu, size_t nbytes, block **out) {
-    tb_status status = create_block(gpu, nbytes, out);
+static tb_status add_block(tb__gpu *gpu, size_t nbytes, bool may_be_vmm, block **out) {
+    tb_status status = create_block(gpu, nbytes, may_be_vmm, out);
     if (status == TB_NO_MEMORY && destroy_kept(gpu))
-        status = create_block(gpu, nbytes, out);
+        status = create_block(gpu, nbytes, may_be_vmm, out);
     if (status != TB_OK || insert_block(*out))
         return status;
     free_memory((*out)->base, nbytes, (*out)->is_vmm);
@@ -463,17 +464,16 @@ static tb_status add_block(tb__gpu *gpu, size_t nbytes, block **out) {
     return TB_NO_MEMORY;
 }
 
-tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **out) {
+static tb_status alloc_block(int index, size_t nbytes, bool may_be_vmm, void **out) {
     tb__gpu *gpu;
-    (void)device;
     TB_TRY(tb__gpu_get(index, &gpu));
     if (nbytes > SIZE_MAX / 4)
         return tb__fail(TB_NO_MEMORY, "%zu bytes are more than %s has", nbytes, gpu->unit);
     TB_TRY(tb__gpu_push(gpu));
     size_t whole = (size_t)tb__align((int64_t)(nbytes ? nbytes : 1), (int64_t)granularity(gpu));
     pthread_mutex_lock(&pool.lock);
-    block *b = take_kept(gpu, whole);
-    tb_status status = b ? TB_OK : add_block(gpu, whole, &b);
+    block *b = take_kept(gpu, whole, may_be_vmm);
+    tb_status status = b ? TB_OK : add_block(gpu, whole, may_be_vmm, &b);
     if (status == TB_OK) {
         b->memory.nbytes = nbytes;
         *out = (void *)b->base;
@@ -481,6 +481,17 @@ tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **ou
     pthread_mutex_unlock(&pool.lock);
     tb__gpu_pop();
     return status;
+}
+
+tb_status tb__cuda_alloc(tb__device *device, int index, size_t nbytes, void **out) {
+    (void)device;
+    return alloc_block(index, nbytes, true, out);
+}
+
+/* Before 1.22, UCX does not use CUDA IPC for VMM memory whose handles are descriptors, and does not say so. */
+tb_status tb__cuda_alloc_for_transport(tb__device *device, int index, size_t nbytes, void **out) {
+    (void)device;
+    return alloc_block(index, nbytes, false, out);
 }
 
 void tb__cuda_free(tb__device *device, void *address) {

@@ -56,6 +56,26 @@ void ucx_wake(ucx *u) {
     u->is_awake = true;
 }
 
+/* A GPU that has failed can't be entered: then UCX's requests fail. */
+bool ucx_enter_device(const ucx *u, tb_mem_kind memory, int device) {
+    return memory != TB_MEM_HOST && u->env.enter_device(u->env.arg, memory, device) == TB_OK;
+}
+
+void ucx_leave_device(const ucx *u, bool is_entered) {
+    if (is_entered)
+        u->env.leave_device(u->env.arg, u->memory);
+}
+
+bool ucx_enter(ucx *u) {
+    pthread_mutex_lock(&u->lock);
+    return ucx_enter_device(u, u->memory, u->device);
+}
+
+void ucx_leave(ucx *u, bool is_entered) {
+    ucx_leave_device(u, is_entered);
+    pthread_mutex_unlock(&u->lock);
+}
+
 void ucx_fail_peer(ucx_peer *peer, const char *why) {
     if (ucx_has_failed(peer))
         return;
@@ -150,7 +170,12 @@ static tb_status open_context(ucx *u) {
                            .features = UCP_FEATURE_AM | UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);
-    return status == UCS_OK ? TB_OK : ucx_fail_by_choice(u, "opening UCX", status, TB_IO);
+    if (status != UCS_OK)
+        return ucx_fail_by_choice(u, "opening UCX", status, TB_IO);
+    ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    u->carries_cuda = u->env.enter_device && u->call->context_query(u->context, &attr) == UCS_OK &&
+                      attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
+    return TB_OK;
 }
 
 /* UCX's callback. Hellos are tagged messages, which have a code. */
@@ -309,6 +334,7 @@ static void send_goodbyes(ucx *u) {
 static void ucx_close(void *context) {
     ucx *u = context;
     ucx_stop_backup_driver(u);
+    bool is_entered = ucx_enter_device(u, u->memory, u->device);
     for (size_t i = 0; i < u->peers.count; i++)
         ucx_drop_messages(u, u->peers.item[i], TB_CANCELLED);
     if (u->worker) {
@@ -319,6 +345,7 @@ static void ucx_close(void *context) {
     ucx_complete_finished(u); /* after UCX has released their memory */
     if (u->context)
         u->call->cleanup(u->context);
+    ucx_leave_device(u, is_entered);
     if (u->is_user)
         ucx_end_use();
     ucx_free_transfers(u);
@@ -406,9 +433,9 @@ static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nb
 
 static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
     ucx *u = context;
-    pthread_mutex_lock(&u->lock);
+    bool is_entered = ucx_enter(u);
     tb_status status = connect_to(u, rank, address, nbytes);
-    pthread_mutex_unlock(&u->lock);
+    ucx_leave(u, is_entered);
     return status;
 }
 
@@ -425,13 +452,13 @@ static bool ucx_is_reached(void *context, int32_t rank) {
 
 static void ucx_disconnect(void *context, int32_t rank, const char *why) {
     ucx *u = context;
-    pthread_mutex_lock(&u->lock);
+    bool is_entered = ucx_enter(u);
     ucx_peer *peer = ucx_find(u, rank);
     if (peer && !ucx_has_failed(peer)) {
         snprintf(peer->why_text, sizeof peer->why_text, "%s", why);
         ucx_fail_peer(peer, peer->why_text);
     }
-    pthread_mutex_unlock(&u->lock);
+    ucx_leave(u, is_entered);
 }
 
 static void lose_peer(ucx *u, ucx_peer *peer) {
@@ -479,17 +506,23 @@ static tb_status post_locked(ucx *u, tb_op *op) {
 static tb_status ucx_post(void *context, tb_op *op) {
     ucx *u = context;
     pthread_mutex_lock(&u->lock);
+    if (ucx_is_on_device(op)) {
+        u->memory = op->memory;
+        u->device = op->device;
+    }
+    bool is_entered = ucx_enter(u);
     tb_status status = post_locked(u, op);
+    ucx_leave(u, is_entered);
     pthread_mutex_unlock(&u->lock);
     return status;
 }
 
 static void ucx_cancel(void *context, tb_op *op) {
     ucx *u = context;
-    pthread_mutex_lock(&u->lock);
+    bool is_entered = ucx_enter(u);
     if (op->state)
         ucx_cancel_message(u, op->state);
-    pthread_mutex_unlock(&u->lock);
+    ucx_leave(u, is_entered);
 }
 
 static void clear_wake(ucx *u) {
@@ -530,10 +563,15 @@ static tb_status progress_locked(ucx *u) {
 
 static tb_status ucx_progress(void *context) {
     ucx *u = context;
-    pthread_mutex_lock(&u->lock);
+    bool is_entered = ucx_enter(u);
     tb_status status = progress_locked(u);
-    pthread_mutex_unlock(&u->lock);
+    ucx_leave(u, is_entered);
     return status;
+}
+
+static bool ucx_carries(void *context, tb_mem_kind kind) {
+    const ucx *u = context;
+    return kind != TB_MEM_CUDA || u->carries_cuda;
 }
 
 static int ucx_fd(void *context) {
@@ -544,7 +582,7 @@ const tb_transport_ops tb__ucx_ops = {
     .size = sizeof tb__ucx_ops,
     .name = "ucx",
     .reports_strangers = true,
-    .memory = 1U << TB_MEM_HOST,
+    .memory = 1U << TB_MEM_HOST | 1U << TB_MEM_CUDA,
     .open = ucx_open,
     .close = ucx_close,
     .address = ucx_get_address,
@@ -555,4 +593,5 @@ const tb_transport_ops tb__ucx_ops = {
     .fd = ucx_fd,
     .is_reached = ucx_is_reached,
     .disconnect = ucx_disconnect,
+    .carries = ucx_carries,
 };

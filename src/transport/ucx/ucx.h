@@ -15,6 +15,10 @@
  *  - direct, over RDMA and shared memory: long ones, from where they lie in the sender's operation to where they belong
  *    in the receiver's, by UCX's rendezvous. An adapter then reads the sender's memory itself.
  *
+ * Operations in memory of a GPU go as one direct chunk each, by rendezvous, if UCX has lanes for it; the kind of memory
+ * is told to UCX. Both ends of a message are in such memory, or neither is. UCX's functions are called with the context
+ * of the GPU current (ucx_enter).
+ *
  * UCX can't release the memory of a request early. So an operation with direct chunks under way is not done, even if it
  * fails or is cancelled, before UCX has completed these requests (`nrequests`). If the peer is stopped, that takes
  * closing its endpoint, which loses the peer.
@@ -45,7 +49,7 @@ enum {
     UCX_DIRECT_WINDOW = 4,        /* direct chunks in flight to one peer */
     UCX_PIECE_LONG = 256 << 10,   /* a longer piece is a chunk of its own: adapters read contiguous memory */
     UCX_PIECE_MIN = 4 << 10,      /* pieces that are shorter on average are copied */
-    UCX_CHUNK_MAX = 8 << 20,      /* that is accepted */
+    UCX_CHUNK_MAX = 8 << 20,      /* that is accepted, but for memory of GPUs */
     UCX_CANCEL_TIMEOUT_MS = 1000, /* for UCX to complete the requests of a cancelled operation */
     UCX_LOSE_TIMEOUT_MS = 10000,  /* for UCX to complete the requests of a closed endpoint */
 };
@@ -224,12 +228,22 @@ struct ucx {
     int guard;              /* timer to check that ... */
     int64_t guard_again_ms; /* ... but not before this time */
     void *listening;        /* UCX's request for the next hello; NULL: none */
+    bool carries_cuda;      /* UCX has lanes for memory of GPUs */
+    tb_mem_kind memory;     /* of the last operation that was not in host memory; TB_MEM_HOST: there was none */
+    int device;             /* its GPU */
 };
 
 /* ucx.c */
 ucx_peer *ucx_find(const ucx *u, int32_t rank);
 ucx_peer *ucx_find_or_add(ucx *u, int32_t rank);
 void ucx_wake(ucx *u);
+/* Locks, and, once there have been operations in memory of a GPU, makes its context current; ucx_leave gets the result.
+ * Around all calls of UCX. */
+bool ucx_enter(ucx *u);
+void ucx_leave(ucx *u, bool is_entered);
+/* Only the context, of one GPU. */
+bool ucx_enter_device(const ucx *u, tb_mem_kind memory, int device);
+void ucx_leave_device(const ucx *u, bool is_entered);
 /* Calls ucp_worker_progress, a bounded number of times. */
 void ucx_progress_worker(ucx *u);
 /* The next progress loses the peer; `why` must stay valid. */
@@ -244,6 +258,10 @@ bool ucx_progress_until_zero(ucx *u, const size_t *count, int timeout_ms);
 int ucx_try_descriptors(size_t needed);
 /* Fails with `what`, UCX's status and the variables that select its devices. */
 tb_status ucx_fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out);
+/* Whether the operation's bytes can't be accessed here. */
+static inline bool ucx_is_on_device(const tb_op *op) {
+    return op->memory != TB_MEM_HOST;
+}
 static inline bool ucx_has_failed(const ucx_peer *peer) {
     return peer->is_lost || peer->why;
 }
@@ -389,7 +407,8 @@ extern int tb__ucx_direct;
 bool ucx_span_next(ucx_posted *p, size_t at, size_t most, ucx_span *out);
 /* The span of these bytes. False: its pieces are too short for a direct receive. */
 bool ucx_span_all(ucx_posted *p, size_t at, size_t nbytes, ucx_span *out);
-/* Memory, count and datatype (in `param`) for UCX. Several pieces are listed in `list`. */
-void *ucx_span_memory(const ucx_span *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count);
+/* Memory, count, datatype and kind of memory (in `param`) for UCX. Several pieces are listed in `list`. */
+void *ucx_span_memory(const tb_op *op, const ucx_span *place, ucp_dt_iov_t *list, ucp_request_param_t *param,
+                      size_t *count);
 
 #endif

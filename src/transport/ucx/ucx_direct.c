@@ -68,6 +68,11 @@ bool ucx_span_next(ucx_posted *p, size_t at, size_t most, ucx_span *out) {
     size_t left = p->nbytes - at;
     ucx_span place = seek_span(p, at);
     size_t here = place.pieces->nbytes - place.skip;
+    if (ucx_is_on_device(p->op)) {
+        extend_span(&place, left);
+        *out = place;
+        return true;
+    }
     size_t nbytes = here >= UCX_PIECE_LONG ? here : left;
     extend_span(&place, nbytes < most ? nbytes : most);
     if (place.nbytes < UCX_DIRECT_MIN || !has_long_pieces(&place))
@@ -85,7 +90,9 @@ bool ucx_span_all(ucx_posted *p, size_t at, size_t nbytes, ucx_span *out) {
     return has_long_pieces(&place);
 }
 
-void *ucx_span_memory(const ucx_span *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count) {
+void *ucx_span_memory(const tb_op *op, const ucx_span *place, ucp_dt_iov_t *list, ucp_request_param_t *param,
+                      size_t *count) {
+    param->memory_type = ucx_is_on_device(op) ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
     if (place->npieces == 1) {
         *count = place->nbytes;
         return (char *)place->pieces->base + place->skip;

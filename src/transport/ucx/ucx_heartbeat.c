@@ -45,7 +45,7 @@ static void *run_backup_driver(void *arg) {
     uint64_t seen = 0;
     int away = 0;
     while (poll(&(struct pollfd){.fd = u->quit, .events = POLLIN}, 1, tb__ucx_heartbeat_ms) == 0) {
-        pthread_mutex_lock(&u->lock);
+        bool is_entered = ucx_enter(u);
         away = u->nprogress_calls == seen ? away + 1 : 0;
         seen = u->nprogress_calls;
         if (away >= AWAY_BEATS) {
@@ -53,7 +53,7 @@ static void *run_backup_driver(void *arg) {
             ucx_heartbeat(u);
             ucx_wake(u); /* so that the driver arms UCX's descriptor again */
         }
-        pthread_mutex_unlock(&u->lock);
+        ucx_leave(u, is_entered);
     }
     return NULL;
 }

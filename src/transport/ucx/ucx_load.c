@@ -1,6 +1,7 @@
-/* Loads OpenUCX's functions, redirects its log, and keeps it from installing signal handlers. */
+/* Finds OpenUCX, loads its functions, redirects its log, and keeps it from installing signal handlers. */
 #include "transport/ucx/ucx_load.h"
 
+#include "base/config.h"
 #include "base/library.h"
 #include "base/log.h"
 #include "base/process.h"
@@ -20,7 +21,8 @@ enum { MAJOR = TB__UCX_MAJOR, MINOR = TB__UCX_MINOR };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ucx_functions ucx;
-static char failure[256]; /* empty: it is loaded */
+static char failure[512]; /* empty: it is loaded */
+static char found[640];   /* "1.13.1, /usr/lib/x86_64-linux-gnu/libucp.so.0"; empty: none was */
 
 /* The type of UCX's log handlers. Its own header is not C17: later versions use asm. */
 typedef int log_handler(const char *file, unsigned line, const char *function, ucs_log_level_t level,
@@ -68,6 +70,38 @@ static void make_quiet(void *library) {
 #define SLOT(name)                                                                                                     \
     { "ucp_" #name, &ucx.name, sizeof ucx.name }
 
+#define USUAL_NAME "libucp.so.0"
+
+static void describe(const char *name) {
+    void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL), *function = NULL;
+    const char *(*version)(void);
+    Dl_info file;
+    if (library)
+        function = dlsym(library, "ucp_get_version_string");
+    memcpy(&version, &function, sizeof version);
+    if (version && dladdr(function, &file))
+        snprintf(found, sizeof found, "%.40s, %s", version(), file.dli_fname);
+}
+
+/* Loads the first library of the setting's list that can be loaded. But one that the process has loaded already is used
+ * instead: a second one would get libraries of the first, which have the same names. */
+static void *load_first(const tb__symbol *slots, size_t nslots) {
+    const char *list = getenv(tb__config_table[TB__CONFIG_UCX].env);
+    void *library = NULL;
+    if (!list || !*list || dlopen(USUAL_NAME, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD))
+        list = USUAL_NAME;
+    for (size_t n; !library && *list; list += n + (list[n] == ':')) {
+        char name[512];
+        n = strcspn(list, ":");
+        snprintf(name, sizeof name, "%.*s", (int)n, list);
+        describe(name);
+        library = tb__library_load(name, slots, nslots, failure, sizeof failure);
+    }
+    if (library)
+        failure[0] = '\0';
+    return library;
+}
+
 static void load_functions(void) {
     const tb__symbol slots[] = {
         SLOT(get_version),
@@ -76,6 +110,7 @@ static void load_functions(void) {
         SLOT(config_release),
         SLOT(init_version),
         SLOT(cleanup),
+        SLOT(context_query),
         SLOT(context_print_info),
         SLOT(worker_create),
         SLOT(worker_destroy),
@@ -98,7 +133,7 @@ static void load_functions(void) {
         SLOT(request_free),
         {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
     };
-    void *library = tb__library_load("libucp.so.0", slots, sizeof slots / sizeof *slots, failure, sizeof failure);
+    void *library = load_first(slots, sizeof slots / sizeof *slots);
     if (!library)
         return;
     unsigned major, minor, release;
@@ -117,6 +152,11 @@ tb_status ucx_load(const ucx_functions **out) {
                         MINOR, failure);
     *out = &ucx;
     return TB_OK;
+}
+
+const char *tb__ucx_found(void) {
+    pthread_once(&once, load_functions);
+    return found;
 }
 
 static atomic_size_t nusers;

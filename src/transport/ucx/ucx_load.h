@@ -14,6 +14,7 @@ typedef struct ucx_functions {
     __typeof__(&ucp_config_release) config_release;
     __typeof__(&ucp_init_version) init_version;
     __typeof__(&ucp_cleanup) cleanup;
+    __typeof__(&ucp_context_query) context_query;
     __typeof__(&ucp_context_print_info) context_print_info;
     __typeof__(&ucp_worker_create) worker_create;
     __typeof__(&ucp_worker_destroy) worker_destroy;

@@ -40,12 +40,20 @@ static void send_done(ucx_peer *peer, uint64_t id) {
     ucx_send(peer, &(ucx_frame){.kind = UCX_DONE, .id = id});
 }
 
+/* The receive of a short message, which has no place in memory of a GPU. */
+static tb_status fill(ucx_posted *p, const void *data, size_t nbytes) {
+    if (!ucx_is_on_device(p->op))
+        return tb__op_fill(p->op, p->nbytes, data, nbytes);
+    snprintf(p->op->why, sizeof p->op->why, "its sender does not have it in memory of a GPU");
+    return TB_INVALID;
+}
+
 /* Matches the receive with an unexpected message, or lets it wait. */
 static void match_receive(ucx *u, ucx_posted *p) {
     tb__unexpected *a = (tb__unexpected *)tb__match_take_or_add(&u->unexpected, &u->receives, &p->waiter);
     p->state = UCX_WAITING;
     if (a)
-        finish_op(u, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
+        finish_op(u, p, fill(p, a->data, a->nbytes));
     free(a);
 }
 
@@ -54,7 +62,7 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
         return false;
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (p)
-        finish_op(u, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
+        finish_op(u, p, fill(p, data, nbytes));
     return p || frame->is_expected || tb__unexpected_add(&u->unexpected, peer->rank, frame->tag, data, nbytes);
 }
 
@@ -84,8 +92,8 @@ ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbyt
         return NULL;
     }
     size_t all = p->op->nbytes;
-    if (nbytes == 0 || nbytes > UCX_CHUNK_MAX || frame->at > all || nbytes > all - frame->at ||
-        nbytes > all - p->coming)
+    if (nbytes == 0 || (nbytes > UCX_CHUNK_MAX && !ucx_is_on_device(p->op)) || frame->at > all ||
+        nbytes > all - frame->at || nbytes > all - p->coming)
         return NULL;
     p->coming += nbytes;
     return p;
@@ -137,8 +145,8 @@ void ucx_send_chunks(ucx_peer *peer) {
 static void send_message(ucx_posted *p) {
     tb_op *op = p->op;
     ucx_frame frame = {.kind = UCX_MESSAGE, .is_expected = op->is_expected, .tag = op->tag, .nbytes = p->nbytes};
-    if (p->nbytes <= TB_SHORT_MAX) { /* a copy is sent; the operation is done when UCX has sent it, because the process
-                                        may exit then */
+    if (p->nbytes <= TB_SHORT_MAX && !ucx_is_on_device(op)) { /* a copy is sent; the operation is done when UCX has sent
+                                        it, because the process may exit then */
         p->nrequests = 1;
         await_ucx(p);
         ucx_send_for(p, &frame);
@@ -245,8 +253,8 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
         tb__op_complete(p->op);
         return;
     }
-    if (p->state == UCX_ENDING && p->op->kind == TB_OP_SEND &&
-        p->nbytes <= TB_SHORT_MAX) { /* the copy is sent anyway */
+    if (p->state == UCX_ENDING && p->op->kind == TB_OP_SEND && p->nbytes <= TB_SHORT_MAX &&
+        !ucx_is_on_device(p->op)) { /* the copy is sent anyway */
         tb__waiters_remove(&peer->ending, &p->waiter);
         ucx_detach_requests(u, p);
         p->op->status = TB_OK;

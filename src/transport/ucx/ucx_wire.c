@@ -107,17 +107,21 @@ void ucx_set_sender(ucx_transfer *t) {
 void ucx_send_transfer(ucx_transfer *t, const ucx_span *place) {
     ucx_peer *peer = t->peer;
     bool is_copied_chunk = t->frame.kind == UCX_CHUNK && !place;
-    ucp_request_param_t param = {.op_attr_mask =
-                                     UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
+                                                 UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+                                 .memory_type = UCS_MEMORY_TYPE_HOST,
                                  .flags = place ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER,
                                  .cb.send = ucx_on_sent,
                                  .user_data = t};
     size_t count = t->nbytes;
-    const void *memory = place ? ucx_span_memory(place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
+    const void *memory =
+        place ? ucx_span_memory(t->direct->op, place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
     ucx_set_sender(t);
     peer->in_flight += is_copied_chunk;
+    bool is_entered = place && ucx_enter_device(peer->owner, t->direct->op->memory, t->direct->op->device);
     ucs_status_ptr_t request =
         peer->owner->call->am_send_nbx(peer->ep, UCX_ACTIVE_MESSAGE, &t->frame, sizeof t->frame, memory, count, &param);
+    ucx_leave_device(peer->owner, is_entered);
     if (!ucx_is_under_way(t, request))
         peer->in_flight -= is_copied_chunk;
 }
@@ -161,7 +165,7 @@ static size_t list_room(const ucx_span *place) {
 bool ucx_send_chunk(ucx_posted *p) {
     const tb_op *op = p->op;
     ucx_span place;
-    bool is_direct = p->peer->is_direct && ucx_span_next(p, p->at, UCX_DIRECT_SIZE, &place);
+    bool is_direct = (p->peer->is_direct || ucx_is_on_device(op)) && ucx_span_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
     ucx_frame frame = {.kind = UCX_CHUNK, .id = p->id, .tag = op->tag, .nbytes = p->nbytes, .at = p->at};
@@ -191,8 +195,10 @@ static void on_received(void *request, ucs_status_t status, size_t length, void 
         ucx_record_traffic(peer, true);
     if (status == UCS_OK && length == t->nbytes)
         ucx_on_chunk(peer, &t->frame, t->is_direct ? NULL : t->data, t->nbytes);
-    else if (status != UCS_ERR_CANCELED)
+    else if (status == UCS_OK)
         ucx_fail_peer(peer, "a chunk of it was truncated");
+    else if (status != UCS_ERR_CANCELED)
+        ucx_fail_peer_by_status(peer, status);
     if (request)
         peer->owner->call->request_free(request);
     end_transfer(t);
@@ -208,15 +214,19 @@ static ucs_status_t fetch_chunk(ucx_posted *p, const ucx_frame *frame, void *des
         ucx_fail_peer(peer, "no memory to receive from it");
         return UCS_OK;
     }
-    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
+                                                 UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+                                 .memory_type = UCS_MEMORY_TYPE_HOST,
                                  .cb.recv_am = on_received,
                                  .user_data = t};
     size_t count = nbytes;
-    void *memory = is_direct ? ucx_span_memory(&place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
+    void *memory = is_direct ? ucx_span_memory(p->op, &place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
     if (is_direct)
         begin_direct(t, p, false);
     const ucx_functions *call = peer->owner->call;
+    bool is_entered = ucx_enter_device(peer->owner, p->op->memory, p->op->device);
     ucs_status_ptr_t request = call->am_recv_data_nbx(peer->owner->worker, descriptor, memory, count, &param);
+    ucx_leave_device(peer->owner, is_entered);
     if (UCS_PTR_IS_ERR(request) || !request)
         on_received(NULL, UCS_PTR_STATUS(request), nbytes, t);
     return UCS_INPROGRESS;
@@ -279,7 +289,10 @@ ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_
             return UCS_OK;
         if (is_elsewhere)
             return fetch_chunk(p, &frame, data, nbytes);
-        ucx_on_chunk(peer, &frame, data, nbytes);
+        if (ucx_is_on_device(p->op))
+            ucx_fail_peer(peer, "it sent to memory of a GPU without a rendezvous");
+        else
+            ucx_on_chunk(peer, &frame, data, nbytes);
     } else if (is_elsewhere || frame.serial < peer->serial_in) {
         ucx_fail_peer(peer, "it sent a frame out of order, or by rendezvous");
     } else if (frame.serial > peer->serial_in) {

@@ -524,6 +524,10 @@ static void mend(void) {
     let_go();
 }
 
+static bool has_context(void) {
+    return thread.count > 0;
+}
+
 __attribute__((visibility("default"))) extern const fake_cuda_control fake_cuda_controls;
-const fake_cuda_control fake_cuda_controls = {fail_call, fail_kernel, hold_kernel, let_go,
-                                              set_delay, mend,        shut_down,   count_calls};
+const fake_cuda_control fake_cuda_controls = {fail_call, fail_kernel, hold_kernel, let_go, set_delay,
+                                              mend,      shut_down,   count_calls, look,   has_context};

@@ -36,6 +36,10 @@ typedef struct fake_cuda_control {
     void (*shut_down)(void);
     /* Calls so far, of this function or, if it is NULL, of all. */
     long (*count_calls)(const char *function);
+    /* Where the host can read and write memory of a GPU; NULL: no GPU has memory there. Dies if fewer bytes are. */
+    void *(*look)(const void *address, size_t nbytes);
+    /* Whether a context is current in this thread. */
+    bool (*has_context)(void);
 } fake_cuda_control;
 
 /* NULL: the driver is a real one, or there is none. */

@@ -96,6 +96,7 @@ bool strikes(countdown *c);
 /* The address by which the fake reaches what is at an address of the GPU's. Dies if it can't reach it. With the lock
  * held. */
 void *reach(uint64_t address, int gpu);
+void *look(const void *address, size_t nbytes); /* of fake_cuda_control */
 uint64_t next_memory_id(void); /* with the lock held */
 void give_peers_access(void);  /* with the lock held. After fake_gpu.peers have changed */
 

@@ -257,6 +257,16 @@ void *reach(uint64_t address, int gpu) {
     return (void *)address;
 }
 
+void *look(const void *address, size_t nbytes) {
+    lock();
+    const piece *p = find_piece((uintptr_t)address);
+    if (p && (uintptr_t)address + nbytes > p->base + p->nbytes)
+        die("%zu bytes at %p are more than the memory of a GPU there", nbytes, address);
+    void *at = p ? alias_of((uintptr_t)address, p->storage->gpu->ordinal) : NULL;
+    unlock();
+    return at;
+}
+
 /* ---- Pools --------------------------------------------------------------------------------------------------------
  */
 

@@ -1,0 +1,114 @@
+/* Buckets of tensors on a GPU that go to other processes by ucx, from memory of the GPU to memory of the GPU. UCX is
+ * the stand-in of tests/support/fake_ucx, or, on a GPU, one with CUDA. */
+#include "bus/bus_test.h"
+
+#include <dlfcn.h>
+
+enum { SIDE = 1024, DELAY_US = 50000 };
+
+/* Sends from memory of a GPU by this process so far; -1: UCX is a real one. It must be loaded already. */
+static long count_sent(void) {
+    const char *name = getenv("TENSORBUS_UCX");
+    void *library = name ? dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) : NULL;
+    const _Atomic long *sent = library ? dlsym(library, "fake_ucx_sent_from_gpu") : NULL;
+    return sent ? *sent : -1;
+}
+
+static bool dump_has(const setup *s, const char *words) {
+    char *dump;
+    check_ok(tb_batch_dump(s->batch, true, &dump));
+    bool has = strstr(dump, words);
+    if (!has)
+        print_error("%s", dump);
+    free(dump);
+    return has;
+}
+
+/* The wanted number of transfers have sent from memory of the GPU. */
+static void move_some(rank *r, setup *s, uint32_t ntransfers, long wanted) {
+    static uint32_t version;
+    meet(r);
+    uint32_t first = version;
+    long before = count_sent();
+    for (uint32_t i = 1; i <= ntransfers; i++)
+        exchange(r, s, "a", first % 100 + i);
+    meet(r);
+    check(before < 0 || count_sent() - before == wanted);
+    if (is_a(r))
+        version = first + ntransfers;
+    meet(r);
+}
+
+static void measure(rank *r) {
+    const char *way = r->scene->shared;
+    bool is_device = strcmp(way, "its memory") == 0;
+    setup s;
+    char words[64];
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", SIDE, SIDE, NULL);
+    move_some(r, &s, 1, 1);
+    check(!is_a(r) || dump_has(&s, "(b 0) by ucx from its memory; whether"));
+    move_some(r, &s, 3, 1); /* one more, and two by way of host memory */
+    snprintf(words, sizeof words, "by ucx from %s: ", way);
+    check(!is_a(r) || dump_has(&s, words));
+    move_some(r, &s, 5, is_device ? 5 : 0);
+    tear_down(&s);
+}
+
+/* Whichever way is slower is given up. The stand-in's TCP is as fast from one memory as from the other, so only its
+ * delay is sure to be seen. */
+static void test_the_faster_way(void **state) {
+    (void)state;
+    if (!getenv("TENSORBUS_UCX") || !strstr(getenv("TENSORBUS_UCX"), "fake_ucx"))
+        skip();
+    scene s;
+    char text[16];
+    snprintf(text, sizeof text, "%d", DELAY_US);
+    setenv("FAKE_UCX_DELAY_US", text, 1);
+    scene_init(&s);
+    s.transport = "ucx";
+    run_ranks_in(&s, measure, 1, 1, "host memory");
+    unsetenv("FAKE_UCX_DELAY_US");
+}
+
+/* Small buckets are not timed. */
+static void move_small(rank *r) {
+    setup s;
+    set_up(r, &s, "mesh=2 place=S(0)", "mesh=2 place=S(1)", 64, 64, NULL);
+    move_some(r, &s, 3, 3L * 2 * 2);
+    check(!is_a(r) || dump_has(&s, "by ucx from its memory; whether"));
+    tear_down(&s);
+}
+
+static void test_small_buckets(void **state) {
+    (void)state;
+    scene s;
+    scene_init(&s);
+    s.transport = "ucx";
+    run_ranks_in(&s, move_small, 2, 2, NULL);
+}
+
+/* Checksums are computed in host memory. */
+static void move_summed(rank *r) {
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", 64, 64,
+           &(tb_batch_opts){.size = sizeof(tb_batch_opts), .checksum = true});
+    move_some(r, &s, 2, 0);
+    tear_down(&s);
+}
+
+static void test_checksums(void **state) {
+    (void)state;
+    scene s;
+    scene_init(&s);
+    s.transport = "ucx";
+    run_ranks_in(&s, move_summed, 1, 1, NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_the_faster_way),
+        cmocka_unit_test(test_small_buckets),
+        cmocka_unit_test(test_checksums),
+    };
+    return cmocka_run_group_tests_name("carried", tests, NULL, NULL);
+}
