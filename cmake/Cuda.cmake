@@ -52,6 +52,7 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/bench/bench_driver.c
             src/bench/bench_gpu.c
             src/bench/bench_gpu_latency.c
+            src/bench/bench_gpu_ucx.c
             src/bench/bench_gpu_lines.c
             src/bench/bench_gpu_torch.c
         )

@@ -183,12 +183,13 @@ typedef struct bench_mpi_rates {
 /* *why, to be freed, is why it was not measured; NULL if it was. */
 tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why);
 
-/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c) ------------------------------------------------ */
+/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c, bench_gpu_ucx.c) ------------------------------------------------ */
 
 #define BENCH_GPU_SMALL    "gpu_small"
 #define BENCH_GPU_LAUNCHES "gpu_launches"
 #define BENCH_GPU_LATENCY  "gpu_latency"
 #define BENCH_GPU_BUS      "gpu_bus_model"
+#define BENCH_GPU_UCX      "ucx_row_col"
 
 typedef struct bench_gpu_case {
     const char *name, *work;
@@ -225,6 +226,10 @@ tb_status bench_gpu_case_run(const bench_gpu_case *c, int64_t size, const tb_bat
 /* Moves 4 KiB from process to process, and copies them, some hundred times: us, medians. */
 tb_status bench_gpu_latency_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
+/* Moves a matrix by transport ucx, and contiguous bytes, in every round. */
+tb_status bench_gpu_ucx_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
+                            bench_round *out);
+
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
 typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US, BENCH_GB, BENCH_LAUNCHES } bench_unit;
@@ -259,7 +264,7 @@ typedef struct bench {
     int64_t budget_ns; /* 0: no limit */
     int64_t size;
     bool is_size_given;
-    bool with_peers, with_hosts, with_gpu, with_between, is_json;
+    bool with_peers, with_hosts, with_gpu, with_ucx, with_between, is_json;
     char gpu[64];      /* with_gpu: its name; else "" */
     int output_status; /* of the last line that was printed */
     int nfailed;

@@ -3,6 +3,7 @@
 #include "tools/gpu.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MEMCPY "cuMemcpyAsync"
@@ -68,6 +69,15 @@ static tb_status run_bus(bench *b, bench_other *o) {
     return bench_bus_run(BENCH_GPU_BUS, TIMES * b->size, "cuda:0", &b->batch, &o->rounds, &b->guard, o->round);
 }
 
+/* Packing and sending by CUDA IPC share the memory of one GPU: 0.5 is the most. */
+static tb_status run_ucx(bench *b, bench_other *o) {
+    const char *lanes = getenv("UCX_TLS");
+    o->result.work = "f32 matrix, 1 process to the columns of 2, by ucx";
+    o->result.against = "contiguous, by ucx";
+    o->result.at_least = lanes && !strstr(lanes, "cuda_ipc") && !strstr(lanes, "all") ? 0.90 : 0.45;
+    return bench_gpu_ucx_run(b->size, &b->batch, &o->rounds, &b->guard, o->round);
+}
+
 /* gpu_replicate needs most: the matrix five times, and as much for copies; and each process has a context. */
 static int64_t choose_size(int64_t gpu_nbytes) {
     enum { TIMES = 12, RESERVE_GIB = 6 };
@@ -85,6 +95,8 @@ tb_status bench_gpu_run(bench *b) {
         b->size = choose_size((int64_t)gpus.gpu[0].nbytes);
     b->is_size_given = true; /* it goes by the GPU, not by how long a line takes */
     snprintf(b->gpu, sizeof b->gpu, "%s", gpus.gpu[0].name);
+    if (b->with_ucx)
+        return bench_run_other(b, BENCH_GPU_UCX, NULL, run_ucx);
     for (size_t i = 0; i < bench_gpu_ncases; i++)
         TB_TRY(bench_run_other(b, bench_gpu_cases[i].name, &bench_gpu_cases[i], run_case));
     TB_TRY(bench_run_other(b, BENCH_GPU_LAUNCHES, NULL, run_launches));

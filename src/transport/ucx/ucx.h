@@ -15,8 +15,8 @@
  *  - direct, over RDMA and shared memory: long ones, from where they lie in the sender's operation to where they belong
  *    in the receiver's, by UCX's rendezvous. An adapter then reads the sender's memory itself.
  *
- * Operations in memory of a GPU go as one direct chunk each, by rendezvous, if UCX has lanes for it; the kind of memory
- * is told to UCX. Both ends of a message are in such memory, or neither is. UCX's functions are called with the context
+ * Operations in memory of a GPU go in direct chunks, by rendezvous, if UCX has lanes for it; the kind of memory is told
+ * to UCX. Both ends of a message are in such memory, or neither is. UCX's functions are called with the context
  * of the GPU current (ucx_enter).
  *
  * UCX can't release the memory of a request early. So an operation with direct chunks under way is not done, even if it
@@ -49,7 +49,9 @@ enum {
     UCX_DIRECT_WINDOW = 4,        /* direct chunks in flight to one peer */
     UCX_PIECE_LONG = 256 << 10,   /* a longer piece is a chunk of its own: adapters read contiguous memory */
     UCX_PIECE_MIN = 4 << 10,      /* pieces that are shorter on average are copied */
-    UCX_CHUNK_MAX = 8 << 20,      /* that is accepted, but for memory of GPUs */
+    UCX_CHUNK_MAX = 8 << 20,      /* that is accepted */
+    UCX_DEVICE_SIZE = 4 << 20,    /* of chunks in memory of a GPU. With 16 MiB, UCX 1.13 stands still over TCP when its
+                                     descriptor is waited for (UCX_TCP_PUT_ENABLE=n would prevent that) */
     UCX_CANCEL_TIMEOUT_MS = 1000, /* for UCX to complete the requests of a cancelled operation */
     UCX_LOSE_TIMEOUT_MS = 10000,  /* for UCX to complete the requests of a closed endpoint */
 };

@@ -69,7 +69,7 @@ bool ucx_span_next(ucx_posted *p, size_t at, size_t most, ucx_span *out) {
     ucx_span place = seek_span(p, at);
     size_t here = place.pieces->nbytes - place.skip;
     if (ucx_is_on_device(p->op)) {
-        extend_span(&place, left);
+        extend_span(&place, left < UCX_DEVICE_SIZE ? left : UCX_DEVICE_SIZE);
         *out = place;
         return true;
     }

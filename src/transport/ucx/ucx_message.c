@@ -92,8 +92,8 @@ ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbyt
         return NULL;
     }
     size_t all = p->op->nbytes;
-    if (nbytes == 0 || (nbytes > UCX_CHUNK_MAX && !ucx_is_on_device(p->op)) || frame->at > all ||
-        nbytes > all - frame->at || nbytes > all - p->coming)
+    if (nbytes == 0 || nbytes > UCX_CHUNK_MAX || frame->at > all || nbytes > all - frame->at ||
+        nbytes > all - p->coming)
         return NULL;
     p->coming += nbytes;
     return p;
