@@ -177,6 +177,7 @@ static void announce_twice(rank *r) {
             tb__pack_u64(&pack, TB__NOWHERE - (size_t)i);
             tb__pack_u64(&pack, (uint64_t)flow->setup.ir->buckets[0].total_bytes);
             tb__pack_u64(&pack, 0);
+            tb__pack_u32(&pack, 0);
             tb__pack_bytes(&pack, NULL, 0);
             for (size_t m = 0; m < flow->nmembers; m++) {
                 if (flow->members[m].setup.is_reader)

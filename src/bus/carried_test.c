@@ -4,7 +4,7 @@
 
 #include <dlfcn.h>
 
-enum { SIDE = 1024, DELAY_US = 50000 };
+enum { SIDE = 1024, DELAY_US = 1000000 };
 
 /* Sends from memory of a GPU by this process so far; -1: UCX is a real one. It must be loaded already. */
 static long count_sent(void) {

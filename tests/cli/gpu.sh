@@ -58,6 +58,16 @@ printed '^{"name":"gpu_launches",.*"launches":[0-9.]*,"ratio":[0-9.]*,"against":
 printed '^{"name":"gpu_latency",.*"us":[0-9.]*,"ratio":[0-9.]*,"against":"cuMemcpyAsync and a flag",'
 printed '^{"name":"gpu_bus_model",.*"ratio":[0-9.]*,"against":"without agents",.*"at_least":0.95,'
 clean 'bench --gpu'
+refused 'takes no memory of GPUs' bench --gpu --transport ucx --size 2MiB --rounds 1
+TENSORBUS_UCX=$FAKE_UCX accepted bench --gpu --transport ucx --size 8MiB --rounds 1 --json
+lines 1
+printed '^{"name":"ucx_row_col",.*"ratio":[0-9.]*,"against":"contiguous, by ucx",.*"at_least":0.45,'
+TENSORBUS_UCX=$FAKE_UCX UCX_TLS=tcp,cuda_copy accepted bench --gpu --transport ucx --size 2MiB --rounds 1 --json
+printed '"at_least":0.90,'
+clean 'bench --gpu --transport ucx'
+TENSORBUS_UCX=$FAKE_UCX accepted doctor
+printed '^limited  *transport ucx  *takes no memory of GPUs, which passes through host memory: it lacks cuda_copy, '
+printed 'UCX [0-9.]*, .*libfake_ucx.so\|UCX [0-9.]*, .*libucp.so'
 accepted bench --gpu --size 2MiB --rounds 2 --only gpu_cast
 lines 2
 printed '^gpu_cast  .*  cuMemcpyAsync, as many  .*  at least 0\.95  '
@@ -97,5 +107,8 @@ clean 'demo --gpu --bus'
 refused "--only: 'gpu_cast' is measured with --gpu" bench --only gpu_cast
 refused "--only: 'cast' is measured without --hosts and --gpu" bench --gpu --only cast
 refused '--hosts does not go with --gpu' bench --hosts --gpu
+refused "--only: 'ucx_row_col' is measured with --gpu --transport ucx" bench --gpu --only ucx_row_col
+refused '--transport ucx goes with --gpu' bench --transport ucx
+refused 'there is no other line' bench --gpu --transport shm
 
 finish

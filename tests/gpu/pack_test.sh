@@ -19,6 +19,8 @@ grep -q ' tests; needs glibc [0-9.]* or newer' "$tmp/out" || fail "pack said $(c
 "$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail "a second time: $(cat "$tmp/out")"
 mkdir "$tmp/other"
 : >"$tmp/other/file"
+! UCX_LIB=$tmp/other "$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail 'pack: UCX_LIB has no UCX'
+grep -q 'there is no libucp.so.0 in UCX_LIB' "$tmp/out" || fail "UCX_LIB: $(cat "$tmp/out")"
 ! "$here/pack" "$BUILD" "$tmp/other" >"$tmp/out" 2>&1 || fail 'pack into a folder that is not its own'
 [ -f "$tmp/other/file" ] || fail 'pack has removed what is not its own'
 for name in libcuda.so.1 libc.so.6; do
