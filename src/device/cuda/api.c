@@ -75,6 +75,14 @@ __attribute__((format(printf, 1, 2))) static void give_up(const char *format, ..
     atomic_store(&driver.stage, FAILED);
 }
 
+/* Libraries that watch which memory is allocated, such as UCX, patch the driver's exported functions, and not those that
+ * cuGetProcAddress gives. */
+static void use_exported(void *library, const char *name, void *slot) {
+    void *address = dlsym(library, name);
+    if (address)
+        memcpy(slot, &address, sizeof address);
+}
+
 static void find_functions(void *library) {
     __typeof__(&cuGetProcAddress) find;
     void *address = dlsym(library, "cuGetProcAddress_v2");
@@ -95,6 +103,8 @@ static void find_functions(void *library) {
         }
         memcpy(f->slot, &address, sizeof address);
     }
+    use_exported(library, "cuMemAlloc_v2", &tb__cuda.cuMemAlloc);
+    use_exported(library, "cuMemFree_v2", &tb__cuda.cuMemFree);
     atomic_store(&driver.stage, HAS_FUNCTIONS);
 }
 

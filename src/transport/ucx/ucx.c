@@ -136,13 +136,10 @@ static bool has_rdma(void) {
     return has;
 }
 
-/* Sets an option of UCX, unless the environment does. UCX accepts unknown names, with a message in its log. */
-static void set_config(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
-    if (getenv(variable))
-        return;
-    ucs_status_t status = u->call->config_modify(config, name, value);
-    if (status != UCS_OK)
-        tb__log(TB_LOG_WARN, "ucx: setting %s: %s", variable, u->call->status_string(status));
+/* Sets an option of UCX, unless the environment does. Older versions accept unknown names, with a message in their
+ * log. */
+static bool set_config(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
+    return getenv(variable) || u->call->config_modify(config, name, value) == UCS_OK;
 }
 
 /* RDMA lanes detect the end of an idle peer only by UCX's keepalive. TCP has the kernel's, which works only while no
@@ -151,12 +148,14 @@ static void set_config(const ucx *u, ucp_config_t *config, const char *variable,
  * By default UCX connects over TCP in a blocking way, up to two minutes, which would delay all other peers. The option
  * has the first name in UCX 1.13, the second one in 1.18. */
 static void make_settings(const ucx *u, ucp_config_t *config) {
-    set_config(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
-    set_config(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
-    set_config(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y");
+    bool is_set = set_config(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    bool is_old = set_config(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
+    is_set &= set_config(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y") || is_old;
     tb__text devices = {0};
     if (ucx_list_private_devices(&devices) && devices.data && !devices.failed)
-        set_config(u, config, "UCX_NET_DEVICES", "NET_DEVICES", devices.data);
+        is_set &= set_config(u, config, "UCX_NET_DEVICES", "NET_DEVICES", devices.data);
+    if (!is_set)
+        tb__log(TB_LOG_WARN, "ucx: it does not accept UCX_KEEPALIVE_INTERVAL, UCX_TCP_CONN_NB or UCX_NET_DEVICES");
     tb__text_fini(&devices);
 }
 

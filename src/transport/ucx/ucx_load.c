@@ -67,6 +67,16 @@ static void make_quiet(void *library) {
     }
 }
 
+/* UCX would take memory that it has not seen allocated for host memory, whatever it is told: it patches the driver's
+ * exported functions, and programs get others from cuGetProcAddress. Without this cache it asks the driver. */
+static void disable_memory_cache(void *library) {
+    ucs_status_t (*set)(const char *name, const char *value);
+    void *function = is_env_set("UCX_MEMTYPE_CACHE") ? NULL : dlsym(library, "ucs_global_opts_set_value");
+    memcpy(&set, &function, sizeof set);
+    if (function && set("MEMTYPE_CACHE", "n") != UCS_OK)
+        tb__log(TB_LOG_WARN, "ucx: UCX_MEMTYPE_CACHE=n can't be set");
+}
+
 #define SLOT(name)                                                                                                     \
     { "ucp_" #name, &ucx.name, sizeof ucx.name }
 
@@ -143,6 +153,7 @@ static void load_functions(void) {
                  MAJOR, MINOR);
     else
         make_quiet(library);
+    disable_memory_cache(library);
 }
 
 tb_status ucx_load(const ucx_functions **out) {
