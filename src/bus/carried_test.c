@@ -6,12 +6,12 @@
 
 enum { SIDE = 1024, DELAY_US = 1000000 };
 
-/* Sends from memory of a GPU by this process so far; -1: UCX is a real one. It must be loaded already. */
-static long count_sent(void) {
+/* Chunks of this process so far, in memory of a GPU; -1: UCX is a real one. It must be loaded already. */
+static long count_chunks(const char *which) {
     const char *name = getenv("TENSORBUS_UCX");
     void *library = name ? dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) : NULL;
-    const _Atomic long *sent = library ? dlsym(library, "fake_ucx_sent_from_gpu") : NULL;
-    return sent ? *sent : -1;
+    const _Atomic long *count = library ? dlsym(library, which) : NULL;
+    return count ? *count : -1;
 }
 
 static bool dump_has(const setup *s, const char *words) {
@@ -24,16 +24,17 @@ static bool dump_has(const setup *s, const char *words) {
     return has;
 }
 
-/* The wanted number of transfers have sent from memory of the GPU. */
+/* As many chunks as wanted have been sent from memory of a GPU, and received there. */
 static void move_some(rank *r, setup *s, uint32_t ntransfers, long wanted) {
     static uint32_t version;
     meet(r);
     uint32_t first = version;
-    long before = count_sent();
+    long sent = count_chunks("fake_ucx_sent_from_gpu"), received = count_chunks("fake_ucx_received_on_gpu");
     for (uint32_t i = 1; i <= ntransfers; i++)
         exchange(r, s, "a", first % 100 + i);
     meet(r);
-    check(before < 0 || count_sent() - before == wanted);
+    check(sent < 0 || count_chunks("fake_ucx_sent_from_gpu") - sent == wanted);
+    check(received < 0 || count_chunks("fake_ucx_received_on_gpu") - received == wanted);
     if (is_a(r))
         version = first + ntransfers;
     meet(r);

@@ -120,8 +120,8 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack_u32(&pack, flow->o.staged);
     pack_key(&pack, flow, flow->direct.exposures_region, reader->peer, true);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
-    tb__flow_pack_key(&pack, flow, reader->peer->rank == flow->o.rank ? NULL : flow->staged.on_device[true].region,
-                      reader->peer);
+    bool is_mapped = reader->peer->rank != flow->o.rank && !tb__staged_carries(flow, reader);
+    tb__flow_pack_key(&pack, flow, is_mapped ? flow->staged.on_device[true].region : NULL, reader->peer);
     mark_tensors(flow, reader, is_read);
     pack_tensors(&pack, flow, reader, is_read);
     tb__flow_send_message(flow, reader, &pack);

@@ -58,7 +58,6 @@ printed '^{"name":"gpu_launches",.*"launches":[0-9.]*,"ratio":[0-9.]*,"against":
 printed '^{"name":"gpu_latency",.*"us":[0-9.]*,"ratio":[0-9.]*,"against":"cuMemcpyAsync and a flag",'
 printed '^{"name":"gpu_bus_model",.*"ratio":[0-9.]*,"against":"without agents",.*"at_least":0.95,'
 clean 'bench --gpu'
-refused 'takes no memory of GPUs' bench --gpu --transport ucx --size 2MiB --rounds 1
 TENSORBUS_UCX=$FAKE_UCX accepted bench --gpu --transport ucx --size 8MiB --rounds 1 --json
 lines 1
 printed '^{"name":"ucx_row_col",.*"ratio":[0-9.]*,"against":"contiguous, by ucx",.*"at_least":0.45,'

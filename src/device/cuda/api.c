@@ -75,8 +75,8 @@ __attribute__((format(printf, 1, 2))) static void give_up(const char *format, ..
     atomic_store(&driver.stage, FAILED);
 }
 
-/* Libraries that watch which memory is allocated, such as UCX, patch the driver's exported functions, and not those that
- * cuGetProcAddress gives. */
+/* Libraries that watch which memory is allocated, such as UCX, patch the driver's exported functions, and not those
+ * that cuGetProcAddress gives. */
 static void use_exported(void *library, const char *name, void *slot) {
     void *address = dlsym(library, name);
     if (address)

@@ -536,7 +536,8 @@ void ucx_progress_worker(ucx *u) {
         ;
 }
 
-/* Until UCX is idle and its descriptor is armed; otherwise ours stays readable. */
+/* Until UCX is idle and its descriptor is armed; otherwise ours stays readable. So it does while there are requests in
+ * memory of a GPU: a descriptor that a function on a stream makes readable is late, compared with a copy on the GPU. */
 static tb_status progress_locked(ucx *u) {
     u->nprogress_calls++;
     ucx_sockets_guard(u);
@@ -549,6 +550,8 @@ static tb_status progress_locked(ucx *u) {
         report_events(u);
         if (did > 0 || u->is_awake)
             continue;
+        if (u->ndevice > 0)
+            break;
         ucs_status_t status = u->call->worker_arm(u->worker);
         if (status == UCS_OK)
             return TB_OK;

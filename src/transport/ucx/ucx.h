@@ -38,7 +38,7 @@
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 6,
+    UCX_VERSION = 7,
     UCX_ACTIVE_MESSAGE = 1,    /* id of our handler */
     UCX_CHUNK_SIZE = 60 << 10, /* with headers, one segment of UCX's TCP */
     UCX_WINDOW = 16,           /* chunks in flight to one peer */
@@ -50,8 +50,7 @@ enum {
     UCX_PIECE_LONG = 256 << 10,   /* a longer piece is a chunk of its own: adapters read contiguous memory */
     UCX_PIECE_MIN = 4 << 10,      /* pieces that are shorter on average are copied */
     UCX_CHUNK_MAX = 8 << 20,      /* that is accepted */
-    UCX_DEVICE_SIZE = 4 << 20,    /* of chunks in memory of a GPU. With 16 MiB, UCX 1.13 stands still over TCP when its
-                                     descriptor is waited for (UCX_TCP_PUT_ENABLE=n would prevent that) */
+    UCX_DEVICE_SIZE = 64 << 20,   /* of chunks in memory of a GPU, at most */
     UCX_CANCEL_TIMEOUT_MS = 1000, /* for UCX to complete the requests of a cancelled operation */
     UCX_LOSE_TIMEOUT_MS = 10000,  /* for UCX to complete the requests of a closed endpoint */
 };
@@ -72,11 +71,15 @@ typedef enum ucx_kind {
 
 /* In the machine's byte order, like UCX's own headers. */
 typedef struct ucx_frame {
-    uint16_t kind, is_expected; /* is_expected: of short messages, as in tb_op */
-    int32_t rank;               /* the sender's */
-    uint64_t from;              /* of a hello, ucx_connection_id; of others, the connection's secret id */
-    uint64_t serial;            /* counts the sender's frames to this receiver, except chunks */
-    uint64_t id;                /* of a long message, at its sender */
+    uint16_t kind;
+    union {
+        uint16_t is_expected;  /* of short messages, as in tb_op */
+        uint16_t is_on_device; /* of chunks: the sender has it in memory of a GPU, so that the receiver does, too */
+    };
+    int32_t rank;    /* the sender's */
+    uint64_t from;   /* of a hello, ucx_connection_id; of others, the connection's secret id */
+    uint64_t serial; /* counts the sender's frames to this receiver, except chunks */
+    uint64_t id;     /* of a long message, at its sender */
     uint64_t tag, nbytes;
     uint64_t number; /* of the connection */
     uint64_t at;     /* offset of a chunk in the message */
@@ -118,6 +121,7 @@ typedef struct ucx_transfer {
     size_t nbytes;
     bool is_direct;     /* the bytes are in an operation's memory; `data` may have an iov list */
     bool is_sent;       /* direct: sent, not received */
+    bool is_on_device;  /* direct: in memory of a GPU */
     ucx_posted *direct; /* the operation whose memory it uses, or that waits for it; NULL: none, or detached */
     bool is_spare;      /* has room for a copied chunk, and can be reused */
     struct ucx_transfer *next_queued; /* in ucx_peer.queued */
@@ -231,6 +235,7 @@ struct ucx {
     int64_t guard_again_ms; /* ... but not before this time */
     void *listening;        /* UCX's request for the next hello; NULL: none */
     bool carries_cuda;      /* UCX has lanes for memory of GPUs */
+    size_t ndevice;         /* requests in memory of a GPU that are under way */
     tb_mem_kind memory;     /* of the last operation that was not in host memory; TB_MEM_HOST: there was none */
     int device;             /* its GPU */
 };

@@ -91,9 +91,13 @@ ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbyt
         send_done(peer, frame->id);
         return NULL;
     }
+    if ((frame->is_on_device != 0) != ucx_is_on_device(p->op)) {
+        ucx_fail_peer(peer, "of a message, one end only is in memory of a GPU");
+        return NULL;
+    }
     size_t all = p->op->nbytes;
-    if (nbytes == 0 || nbytes > UCX_CHUNK_MAX || frame->at > all || nbytes > all - frame->at ||
-        nbytes > all - p->coming)
+    size_t most = ucx_is_on_device(p->op) ? UCX_DEVICE_SIZE : UCX_CHUNK_MAX;
+    if (nbytes == 0 || nbytes > most || frame->at > all || nbytes > all - frame->at || nbytes > all - p->coming)
         return NULL;
     p->coming += nbytes;
     return p;

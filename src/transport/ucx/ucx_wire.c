@@ -56,9 +56,11 @@ static void begin_direct(ucx_transfer *t, ucx_posted *p, bool is_sent) {
     t->direct = p;
     t->is_direct = true;
     t->is_sent = is_sent;
+    t->is_on_device = ucx_is_on_device(p->op);
     p->nrequests++;
     t->peer->nrequests++;
     t->peer->ndirect += is_sent;
+    t->owner->ndevice += t->is_on_device;
 }
 
 /* UCX has completed the request. */
@@ -67,6 +69,7 @@ static void end_transfer(ucx_transfer *t) {
     if (t->is_direct) {
         t->peer->nrequests--;
         t->peer->ndirect -= t->is_sent;
+        t->owner->ndevice -= t->is_on_device;
     }
     ucx_release(t);
     if (p)
@@ -168,7 +171,12 @@ bool ucx_send_chunk(ucx_posted *p) {
     bool is_direct = (p->peer->is_direct || ucx_is_on_device(op)) && ucx_span_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
-    ucx_frame frame = {.kind = UCX_CHUNK, .id = p->id, .tag = op->tag, .nbytes = p->nbytes, .at = p->at};
+    ucx_frame frame = {.kind = UCX_CHUNK,
+                       .is_on_device = ucx_is_on_device(op),
+                       .id = p->id,
+                       .tag = op->tag,
+                       .nbytes = p->nbytes,
+                       .at = p->at};
     ucx_transfer *t = ucx_new_transfer(p->peer, &frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t)
         return false;

@@ -13,8 +13,8 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-EXPORTED extern _Atomic long fake_ucx_sent_from_gpu;
-_Atomic long fake_ucx_sent_from_gpu;
+EXPORTED extern _Atomic long fake_ucx_sent_from_gpu, fake_ucx_received_on_gpu;
+_Atomic long fake_ucx_sent_from_gpu, fake_ucx_received_on_gpu;
 
 static void *find(const char *name) {
     void *function = dlsym(RTLD_NEXT, name);
@@ -96,5 +96,6 @@ EXPORTED ucs_status_ptr_t ucp_am_recv_data_nbx(ucp_worker_h worker, void *descri
     __typeof__(&ucp_am_recv_data_nbx) real = (__typeof__(&ucp_am_recv_data_nbx))(uintptr_t)find("ucp_am_recv_data_nbx");
     ucp_request_param_t own;
     void *at = translate(buffer, count, param, &own);
+    fake_ucx_received_on_gpu += at != buffer;
     return real(worker, descriptor, at, count, &own);
 }
