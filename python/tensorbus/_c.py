@@ -697,7 +697,7 @@ def find(name: str) -> Path:
 
 
 def _find_ucx() -> None:
-    """Lets the library, and programs that are started, find the UCX of the package libucx, where the system has none."""
+    """Lets the library, and programs that it starts, find the UCX of the package libucx, where the system has none."""
     package = importlib.util.find_spec("libucx")
     if package is None or package.origin is None:
         return

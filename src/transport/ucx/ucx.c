@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -550,8 +551,10 @@ static tb_status progress_locked(ucx *u) {
         report_events(u);
         if (did > 0 || u->is_awake)
             continue;
-        if (u->ndevice > 0)
+        if (u->ndevice > 0) {
+            sched_yield(); /* the other end may need this core */
             break;
+        }
         ucs_status_t status = u->call->worker_arm(u->worker);
         if (status == UCS_OK)
             return TB_OK;
