@@ -183,7 +183,8 @@ typedef struct bench_mpi_rates {
 /* *why, to be freed, is why it was not measured; NULL if it was. */
 tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why);
 
-/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c, bench_gpu_ucx.c) ------------------------------------------------ */
+/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c, bench_gpu_ucx.c)
+ * ------------------------------------------------ */
 
 #define BENCH_GPU_SMALL    "gpu_small"
 #define BENCH_GPU_LAUNCHES "gpu_launches"

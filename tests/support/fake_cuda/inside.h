@@ -97,8 +97,8 @@ bool strikes(countdown *c);
  * held. */
 void *reach(uint64_t address, int gpu);
 void *look(const void *address, size_t nbytes); /* of fake_cuda_control */
-uint64_t next_memory_id(void); /* with the lock held */
-void give_peers_access(void);  /* with the lock held. After fake_gpu.peers have changed */
+uint64_t next_memory_id(void);                  /* with the lock held */
+void give_peers_access(void);                   /* with the lock held. After fake_gpu.peers have changed */
 
 /* A handle in bytes: a descriptor of a process. */
 typedef struct handle_bytes {
