@@ -70,8 +70,6 @@ static set set_of(const char *name, size_t length) {
         return OF_GPUS;
     if (bench_between_is_line(name, length))
         return OF_BETWEEN;
-    if (is_called(BENCH_GPU_UCX, name, length))
-        return OF_UCX;
     return is_known(name, length) ? PLAIN : UNKNOWN;
 }
 
@@ -79,11 +77,11 @@ static tb_status check_names(const char *list, set wanted) {
     static const char *const how[] = {[PLAIN] = "without --hosts, --gpu and --between",
                                       [OF_HOSTS] = "with --hosts",
                                       [OF_GPUS] = "with --gpu",
-                                      [OF_UCX] = "with --gpu --transport ucx",
                                       [OF_BETWEEN] = "with --between"};
     for (const char *at = list; at; at = strchr(at, ','), at = at ? at + 1 : NULL) {
         int length = (int)strcspn(at, ",");
-        set theirs = set_of(at, (size_t)length);
+        bool is_ucx = wanted == OF_UCX && is_called(BENCH_GPU_UCX, at, (size_t)length); /* --between has it, too */
+        set theirs = is_ucx ? OF_UCX : set_of(at, (size_t)length);
         if (theirs == UNKNOWN)
             return tb__fail(TB_INVALID, "--only: there is no line '%.*s'; `tensorbus bench --help` lists them",
                             length < 40 ? length : 40, at);

@@ -106,7 +106,7 @@ clean 'demo --gpu --bus'
 refused "--only: 'gpu_cast' is measured with --gpu" bench --only gpu_cast
 refused "--only: 'cast' is measured without --hosts and --gpu" bench --gpu --only cast
 refused '--hosts does not go with --gpu' bench --hosts --gpu
-refused "--only: 'ucx_row_col' is measured with --gpu --transport ucx" bench --gpu --only ucx_row_col
+refused "--only: 'gpu_cast' is measured with --gpu" bench --gpu --transport ucx --only gpu_cast
 refused '--transport ucx goes with --gpu' bench --transport ucx
 refused 'there is no other line' bench --gpu --transport shm
 
