@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,55 @@ def test_an_engine_that_lives_is_met_again(tmp_path: Path) -> None:
                 sender.bus.invalidate(tensor)
             sender.add("a", a.remote)
         sender.close()
+
+
+def _send_late(url: str, rank: int, remote: stand_in.Remote, version: int) -> None:
+    """A rank of a trainer; its engine hears of it when the ranks have met the engine of before."""
+    source = make_source()
+    fill(source, version)
+
+    class Late(stand_in.Remote):
+        def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+            time.sleep(1.0)
+            super().init_weight_transfer_engine(info)
+
+    sender = engine.Sender(url, rank, 2, source, Late(remote.sockets), engine="a", timeout=20.0)
+    sender.send()
+    sender.close()
+
+
+def _keep_store(url: str, is_there: Any, is_over: Any) -> None:
+    with tb.join(url, group="keeper", index=0, size=1):
+        is_there.set()
+        is_over.wait()
+
+
+@pytest.fixture
+def kept_store(tmp_path: Path) -> Iterator[None]:
+    """A process of its own serves the store, which so outlives trainers and engines."""
+    is_there, is_over = stand_in.FORK.Event(), stand_in.FORK.Event()
+    keeper = stand_in.FORK.Process(target=_keep_store, args=(f"unix:{tmp_path}/bus", is_there, is_over))
+    keeper.start()
+    assert is_there.wait(20.0)
+    yield
+    is_over.set()
+    keeper.join(20.0)
+
+
+@pytest.mark.usefixtures("kept_store")
+def test_a_trainer_meets_the_engine_of_another(tmp_path: Path) -> None:
+    """Trainers come one after the other to one address; the engine leaves the last one when it hears of the next."""
+    a = start(tmp_path, "a", 2)
+    with stand_in.engines(a):
+        for version in 1, 2, 3:
+            args = [(f"unix:{tmp_path}/bus", rank, a.remote, version) for rank in range(2)]
+            ranks = [stand_in.FORK.Process(target=_send_late, args=each) for each in args]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(60.0)
+            assert [rank.exitcode for rank in ranks] == [0, 0]
+            assert has(a, version)
 
 
 @pytest.mark.parametrize("shadow", ["device", "off"])

@@ -12,8 +12,9 @@ import torch
 
 from .._batch import Batch
 from .._bus import join
-from .._errors import Cancelled, Error, Invalid, Timeout
+from .._errors import Cancelled, Error, Invalid, PeerLost, Timeout
 from .._handle import sleep_until_readable
+from .._pair import Pair
 from .._transfer import Transfer
 from ._source import Source
 
@@ -95,16 +96,18 @@ class _Link:
         info = sender.info | {"engine": self._engine, "is_in_update": is_in_update}
         control = self._call(init_weight_transfer_engine=lambda: self._client.init_weight_transfer_engine(info))
         try:
-            pair = bus.pair(f"weights {self._engine}", self._engine, timeout=sender.timeout, wait=False)
-            self._open.append(pair)
-            self.data = bus.batch(f"weights {self._engine}", ties=sender.source.ties)
-            self._open.append(self.data)
-            sender.source.add_to(self.data, pair)
+            try:
+                pair = self._meet(control)
+            except PeerLost as lost:
+                # An engine that an earlier trainer has left is still there until it hears of this one.
+                if lost.group != self._engine or control.error is not None:
+                    raise
+                self.close()
+                pair = self._meet(control)
             self.vote = bus.batch(f"vote {self._engine}")
             self._open.append(self.vote)
             self.vote.add(pair, VOTE, sender.number, layout=f"mesh={sender.size} place=R")
-            for batch in self.data, self.vote:
-                self._register(batch, control)
+            self._register(self.vote, control)
         except Error as error:
             self.close()
             raise error from (None if error is control.error else control.error)
@@ -112,6 +115,16 @@ class _Link:
             self.close()
             raise
         control.join(sender.timeout)
+
+    def _meet(self, control: _Control) -> Pair:
+        sender = self._sender
+        pair = sender.bus.pair(f"weights {self._engine}", self._engine, timeout=sender.timeout, wait=False)
+        self._open.append(pair)
+        self.data = sender.bus.batch(f"weights {self._engine}", ties=sender.source.ties)
+        self._open.append(self.data)
+        sender.source.add_to(self.data, pair)
+        self._register(self.data, control)
+        return pair
 
     def _register(self, batch: Batch, control: _Control) -> None:
         """Registers; if the engine's call fails before, nobody waits for the engine any longer."""
