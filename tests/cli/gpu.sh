@@ -104,7 +104,7 @@ printed '^verified  all [0-9]* elements on 2 ranks, in each of 3 versions$'
 clean 'demo --gpu --bus'
 
 refused "--only: 'gpu_cast' is measured with --gpu" bench --only gpu_cast
-refused "--only: 'cast' is measured without --hosts and --gpu" bench --gpu --only cast
+refused "--only: 'cast' is measured without --hosts, --gpu and --between" bench --gpu --only cast
 refused '--hosts does not go with --gpu' bench --hosts --gpu
 refused "--only: 'gpu_cast' is measured with --gpu" bench --gpu --transport ucx --only gpu_cast
 refused '--transport ucx goes with --gpu' bench --transport ucx
