@@ -16,6 +16,8 @@ const tb__config_entry tb__config_table[TB__CONFIG_COUNT] = {
                                   "buckets of one channel that are under way at a time"},
     [TB__CONFIG_PLAN_BYTES] = {"plan_bytes", "TENSORBUS_PLAN_BYTES", "64MiB", TB__CONFIG_IS_SIZE,
                                "the most memory of plans that an agent keeps for batches that are made again"},
+    [TB__CONFIG_COPY] = {"copy", "TENSORBUS_COPY", "auto", TB__CONFIG_IS_TEXT,
+                         "how large tensors are copied; auto: as `tensorbus doctor` finds it fastest on this machine"},
     [TB__CONFIG_STORE] = {"store", "TENSORBUS_STORE", "", TB__CONFIG_IS_TEXT,
                           "where programs meet that join without a URL, as `tensorbus run` sets it"},
     [TB__CONFIG_AGENT] = {"agent", "TENSORBUS_AGENT", "", TB__CONFIG_IS_TEXT,

@@ -13,6 +13,7 @@ typedef enum tb__config_key {
     TB__CONFIG_STAGING_BYTES,
     TB__CONFIG_MAX_IN_FLIGHT,
     TB__CONFIG_PLAN_BYTES,
+    TB__CONFIG_COPY,
     TB__CONFIG_STORE,
     TB__CONFIG_AGENT,
     TB__CONFIG_GROUP,

@@ -2,6 +2,7 @@
 #include "bus/environment.h"
 
 #include "base/text.h"
+#include "device/host/kernel.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
@@ -80,4 +81,10 @@ tb_status tb__joining_read(tb__joining *joining) {
         return tb__fail(TB_INVALID, "neither the call nor the environment tells this process's group: set "
                                     "TENSORBUS_GROUP, or start it by `tensorbus run`");
     return joining->size == 0 ? read_seat(joining) : TB_OK;
+}
+
+tb_status tb__environment_apply(void) {
+    const char *copy = get("TENSORBUS_COPY");
+    tb_status status = copy ? tb__kernels_select(copy) : TB_OK;
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "TENSORBUS_COPY in the environment");
 }

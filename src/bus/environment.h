@@ -1,4 +1,4 @@
-/* What tb_world_join takes from the environment: where processes meet, and this one's seat. */
+/* What tb_world_join takes from the environment: where processes meet, this one's seat, and how it copies. */
 #ifndef TB_BUS_ENVIRONMENT_H
 #define TB_BUS_ENVIRONMENT_H
 
@@ -15,5 +15,8 @@ typedef struct tb__joining {
 
 /* Fills in what is missing; with an agent, whose seat it is, group and size may stay so. */
 tb_status tb__joining_read(tb__joining *joining);
+
+/* Has this process copy as the environment says, if it does. */
+tb_status tb__environment_apply(void);
 
 #endif

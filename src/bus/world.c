@@ -3,6 +3,7 @@
 
 #include "base/opts.h"
 #include "base/process.h"
+#include "bus/environment.h"
 #include "bus/store/address.h"
 #include "device/host/workers.h"
 
@@ -141,6 +142,7 @@ tb_status tb__world_create(const char *url, const char *group, int32_t index, in
         return tb__fail(TB_INVALID, "plan_bytes can't be negative");
     if (o.host && (!*o.host || strlen(o.host) >= TB__CONTACT_PREFIX))
         return tb__fail(TB_INVALID, "a host's id has 1 to %d bytes", TB__CONTACT_PREFIX - 1);
+    TB_TRY(tb__environment_apply());
     tb_world *world = tb__calloc(1, sizeof *world);
     if (!world)
         return TB_NO_MEMORY;

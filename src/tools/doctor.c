@@ -121,6 +121,7 @@ static const struct {
     {"locked memory", doctor_memlock},
     {"cores", doctor_cores},
     {"vector instructions", doctor_vectors},
+    {"large copies", doctor_copies},
     {"CUDA", doctor_gpus},
     {"etcd", add_curl},
     {"HTTP", add_http},

@@ -40,6 +40,7 @@ void doctor_memlock(doctor *d, const char *name);
 void doctor_descriptors(doctor *d, const char *name);
 void doctor_cores(doctor *d, const char *name);
 void doctor_vectors(doctor *d, const char *name);
+void doctor_copies(doctor *d, const char *name);
 
 /* ---- GPUs (doctor_gpu.c) ------------------------------------------------------------------------------------- */
 

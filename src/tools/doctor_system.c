@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
@@ -200,11 +201,31 @@ void doctor_cores(doctor *d, const char *name) {
 }
 
 void doctor_vectors(doctor *d, const char *name) {
-    const tb__kernels *best = tb__kernels_get();
-    bool is_portable = best == &tb__kernels_portable;
-    doctor_add(d, is_portable ? DOCTOR_LIMITED : DOCTOR_OK, name,
-               is_portable ? "a processor, or a virtual machine's model of one, that has AVX2 and F16C" : NULL,
-               is_portable ? "casts and large copies are done in portable C, and slower"
-                           : "casts and large copies use %s",
-               best->name);
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    if (tb__kernels_list(sets) == 1)
+        doctor_add(d, DOCTOR_LIMITED, name,
+                   "a processor, or a virtual machine's model of one, that has AVX2 and F16C",
+                   "casts and large copies are done in portable C, and slower");
+    else
+        doctor_add(d, DOCTOR_OK, name, NULL, "casts use AVX2, large copies %s",
+                   tb__kernels_avx512() ? "AVX-512" : "AVX2");
+}
+
+/* How this process would copy, and what each way does now. */
+void doctor_copies(doctor *d, const char *name) {
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    double rate[TB__KERNEL_SETS_MAX];
+    char rates[256] = "";
+    int nsets = tb__kernels_list(sets);
+    tb__kernels_choose();
+    if (tb__kernels_measure(sets, nsets, rate) != TB_OK) {
+        doctor_add(d, DOCTOR_LIMITED, name, "free some memory", "%s", tb_error_detail());
+        return;
+    }
+    for (int i = 0; i < nsets; i++) {
+        size_t n = strlen(rates);
+        snprintf(rates + n, sizeof rates - n, "%s%s %.1f", i ? ", " : "", sets[i]->name, rate[i]);
+    }
+    doctor_add(d, DOCTOR_OK, name, NULL, "%s, by %s; GB/s of a thread: %s", tb__kernels_get()->name,
+               getenv("TENSORBUS_COPY") ? "TENSORBUS_COPY" : tb__kernels_file(), rates);
 }

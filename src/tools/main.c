@@ -1,6 +1,8 @@
 /* tensorbus: finds the subcommand, reads its options and the settings, and runs it. */
 #include "tools/tools.h"
 
+#include "bus/environment.h"
+
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
@@ -102,6 +104,8 @@ static int run(const tool_command *command, char **argv) {
         return print_help(command);
     tb__config config;
     tb_status status = tb__config_load(&config);
+    if (status == TB_OK)
+        status = tb__environment_apply();
     if (status != TB_OK)
         return tool_fail_status(status);
     tb_log_set(tb__config_log(&config), log_line, NULL);

@@ -25,6 +25,9 @@ printed '{"name":"max_in_flight","env":"TENSORBUS_MAX_IN_FLIGHT","value":5,"sour
 printed '{"name":"plan_bytes","env":"TENSORBUS_PLAN_BYTES","value":67108864,"source":"default",.*}\]$'
 printed '{"name":"store","env":"TENSORBUS_STORE","value":"","source":"default",'
 
+TENSORBUS_COPY=portable accepted config
+printed '^copy  *TENSORBUS_COPY  *portable  *environment '
+
 TENSORBUS_STORE=tcp://node0:7000 TENSORBUS_INDEX=3 accepted config
 printed '^store  *TENSORBUS_STORE  *tcp://node0:7000  *environment '
 printed '^index  *TENSORBUS_INDEX  *3  *environment '
@@ -34,6 +37,7 @@ for command in config demo; do
     TENSORBUS_LOG=loud refused "^tensorbus $command: TENSORBUS_LOG in the environment: 'loud'" $command
     TENSORBUS_BUCKET_SIZE=0 refused 'TENSORBUS_BUCKET_SIZE in the environment: it must be at least 1' $command
     TENSORBUS_STAGING_BYTES=lots refused "TENSORBUS_STAGING_BYTES in the environment: 'lots'" $command
+    TENSORBUS_COPY=fast refused 'TENSORBUS_COPY in the environment: .fast. is no way of copying that this machine has: auto, ' $command
     TENSORBUS_MAX_IN_FLIGHT=-1 refused 'TENSORBUS_MAX_IN_FLIGHT in the environment' $command
 done
 

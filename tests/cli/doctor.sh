@@ -17,10 +17,11 @@ unset UCX_TLS UCX_NET_DEVICES
 accepted doctor
 printed '^ok  *transport self  *opens'
 printed '^ok  *transport shm  *opens'
-for what in 'transport ucx' mpi 'host id' process_vm tb_alloc 'huge pages' /dev/shm 'locked memory' descriptors cores 'vector instructions' etcd HTTP; do
+for what in 'transport ucx' mpi 'host id' process_vm tb_alloc 'huge pages' /dev/shm 'locked memory' descriptors cores 'vector instructions' 'large copies' etcd HTTP; do
     printed "^[a-z]*  *$what  "
 done
 printed '^ok  *tb_alloc'
+printed '^ok  *large copies  *[a-z0-9-]*, by '
 not_printed '^[a-z]*  *store  '
 not_printed '^failed'
 cp "$out" "$tmp/usual"

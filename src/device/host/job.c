@@ -370,6 +370,8 @@ static tb_status choose_moves(tb__host_run *run, const tb__run *what) {
     if (run->nsteps)
         qsort(run->steps, run->nsteps, sizeof *run->steps, compare_steps);
     run->stream = written >= TB__STREAM_BYTES;
+    if (run->stream)
+        tb__kernels_choose();
     return TB_OK;
 }
 

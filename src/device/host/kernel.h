@@ -60,19 +60,35 @@ static inline size_t tb__head_bytes(const void *dst, size_t nbytes) {
     return head < nbytes ? head : nbytes;
 }
 
-const tb__kernels *tb__kernels_get(void);
-
 extern const tb__kernels tb__kernels_portable;
 
-/* NULL where the machine cannot run them. */
+/* NULL where the machine cannot run them. Those with AVX-512 differ in how far ahead their copies prefetch. */
+enum { TB__AVX512_WAYS = 3 };
 const tb__kernels *tb__kernels_avx2(void);
-const tb__kernels *tb__kernels_avx512(void);
+const tb__kernels *tb__kernels_avx512(void); /* an array */
 
 /* The sets that the machine can run, the portable one first; returns how many. */
-enum { TB__KERNEL_SETS_MAX = 3 };
+enum { TB__KERNEL_SETS_MAX = 2 + TB__AVX512_WAYS };
 int tb__kernels_list(const tb__kernels *sets[TB__KERNEL_SETS_MAX]);
 
-/* For tests: uses this set from now on; NULL: the set that suits the machine. Not while copies run. */
+/* The set in use: the last one of the list, until another one has been chosen. */
+const tb__kernels *tb__kernels_get(void);
+
+/* Uses this set from now on, whatever is faster; NULL: the last one of the list. Not while copies run. */
 void tb__kernels_force(const tb__kernels *kernels);
+
+/* The same by name: "auto" or that of a set that the machine can run. */
+tb_status tb__kernels_select(const char *name);
+
+/* GB/s that each set of the list copies, rows of memory that is not in a cache: takes some 10 ms. */
+tb_status tb__kernels_measure(const tb__kernels *const *sets, int nsets, double *gb_per_s);
+
+/* The fastest set, which the file has, if another process has measured; NULL: it can't be measured. */
+const tb__kernels *tb__kernels_fastest(const char *path);
+
+/* Uses the fastest set from now on, unless one was forced or selected. Called before something large is copied; only
+ * the first call does anything. The file is one for all processes of the user, until the machine is started again. */
+void tb__kernels_choose(void);
+const char *tb__kernels_file(void);
 
 #endif

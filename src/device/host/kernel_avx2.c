@@ -429,7 +429,7 @@ static void fence(void) {
     }
 
 static const tb__kernels kernels = {
-    .name = "AVX2",
+    .name = "avx2",
     .widen = {[TB_F16] = widen_f16, [TB_BF16] = widen_bf16, [TB_F8E4M3] = widen_e4m3, [TB_F8E5M2] = widen_e5m2},
     .narrow = {[TB_F16] = narrow_f16, [TB_BF16] = narrow_bf16, [TB_F8E4M3] = narrow_e4m3, [TB_F8E5M2] = narrow_e5m2},
     .narrow_rows = {[TB_F16] = narrow_rows_f16,

@@ -156,6 +156,8 @@ tb_status tb__moves_run(const tb__move *copies, size_t n) {
         traffic += tb__move_traffic(&copies[i]);
     }
     batch b = {.costs = {.moves = copies, .n = n}, .stream = written >= TB__STREAM_BYTES};
+    if (b.stream)
+        tb__kernels_choose();
     tb__work work = {.fn = run_all, .arg = &b, .total = 1, .piece = 1};
     /* Without memory for the costs, this thread does all of it. */
     if (tb__workers_count() > 1 && traffic / 2 >= TB__PIECE_BYTES)
