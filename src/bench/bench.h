@@ -8,7 +8,7 @@
 #include "base/proof.h"
 #include "bench/move.h"
 
-enum { BENCH_MAX_LINES = 2, BENCH_MAX_ROUNDS = 1000 };
+enum { BENCH_MAX_LINES = 2, BENCH_MAX_ROUNDS = 1000, BENCH_WORK_MAX = 96 };
 
 /* ---- Rounds (bench_rounds.c) --------------------------------------------------------------------------------- */
 
@@ -46,6 +46,7 @@ typedef struct bench_line {
     const char *name;
     bench_against against;
     double at_least;
+    double at_least_of_limit; /* 0: none */
 } bench_line;
 
 typedef struct bench_case {
@@ -110,6 +111,8 @@ tb_status bench_program_run(const char *const *argv, const char *folder, tool_gu
 
 /* ---- Lines of their own (bench_refit.c, bench_quant.c, bench_bus.c, bench_rtt.c) --------------- */
 
+#define BENCH_LIMIT "limit"
+#define BENCH_TINY  "tiny"
 #define BENCH_REFIT "refit"
 #define BENCH_QUANT "quant_mxfp8"
 #define BENCH_BUS   "bus_model"
@@ -118,6 +121,10 @@ tb_status bench_program_run(const char *const *argv, const char *folder, tool_gu
 typedef struct bench_round {
     double ours, theirs; /* in the line's unit */
 } bench_round;
+
+/* (memcpy.c) Finds the machine's fastest copy, and measures it next to memcpy in every round. `work` is what it is. */
+tb_status bench_limit_run(tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out,
+                          char work[BENCH_WORK_MAX]);
 
 /* Moves a mixture-of-experts model as large as a buffer, and copies the buffer, in every round. */
 tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
@@ -241,6 +248,9 @@ typedef struct bench_result {
     double ours, theirs, ratio; /* medians over the rounds */
     double wall_ratio;          /* the same, of all ranks at once by the clock, where the ratio is not; 0: not told */
     double at_least, at_most;   /* the mark of the ratio; 0: none */
+    double limit_weight;        /* what a copy takes for a counted byte, in copied bytes; 0: not told */
+    double limit_ratio;         /* to the best copy; set by bench_publish; 0: not told */
+    double at_least_of_limit;   /* its mark; 0: none */
     int rounds;
     int64_t extra_bytes; /* memory that the library took beside the tensors; -1: not known */
     char *reason;        /* why it was not measured; NULL if it was */
@@ -278,6 +288,8 @@ typedef struct bench {
     tb_batch_opts batch;
     tool_guard guard;
     tool_buffers buffers;
+    double limit, limit_ratio; /* the best copy: GB/s, and next to memcpy; 0: not known */
+    char limit_work[BENCH_WORK_MAX];
     bench_results results;
 } bench;
 

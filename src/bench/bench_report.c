@@ -7,13 +7,14 @@ static const char *const unit_keys[] = {
     [BENCH_GB_PER_S] = "gb_per_s", [BENCH_US] = "us", [BENCH_GB] = "gb", [BENCH_LAUNCHES] = "launches"};
 
 bool bench_has_mark(const bench_result *result) {
-    return result->at_least > 0 || result->at_most > 0;
+    return result->at_least > 0 || result->at_most > 0 || result->at_least_of_limit > 0;
 }
 
 bool bench_is_reached(const bench_result *result) {
     if (result->reason)
         return !bench_has_mark(result);
     return (result->at_least == 0 || result->ratio >= result->at_least) &&
+           result->limit_ratio >= result->at_least_of_limit &&
            (result->at_most == 0 || result->ratio <= result->at_most);
 }
 
@@ -30,6 +31,8 @@ static void add_mark(tool_table *table, const bench_result *r) {
         tool_table_cell(table, "at least %.2f", r->at_least);
     else if (r->at_most > 0)
         tool_table_cell(table, "at most %.2f", r->at_most);
+    else if (r->at_least_of_limit > 0)
+        tool_table_cell(table, "%.2f of limit", r->at_least_of_limit);
     else
         tool_table_cell(table, "%s", "");
     tool_table_cell(table, "%s", !bench_has_mark(r) ? "" : bench_is_reached(r) ? "ok" : "missed");
@@ -43,7 +46,8 @@ void bench_table_init(tool_table *table, bool with_gpu) {
         bool is_number;
     } columns[] = {{"name", 18, false},    {"work", 60, false}, {"GB/s", 8, true},
                    {"against", 24, false}, {"GB/s", 8, true},   {"ratio", 5, true},
-                   {"mark", 13, true},     {"", 6, false},      {"extra memory", 12, true}};
+                   {"of limit", 8, true},  {"mark", 13, true},  {"", 6, false},
+                   {"extra memory", 12, true}};
     size_t n = sizeof columns / sizeof *columns;
     for (size_t i = 0; i < n; i++) {
         tool_table_column(table, with_gpu && i == n - 1 ? "ratio at once" : columns[i].title, columns[i].is_number);
@@ -62,6 +66,10 @@ void bench_add_row(tb__text *out, tool_table *table, const bench_result *r) {
     tool_table_cell(table, "%s", r->against);
     add_figure(table, r, r->theirs);
     tool_table_cell(table, "%.2f", r->ratio);
+    if (r->limit_ratio > 0)
+        tool_table_cell(table, "%.2f", r->limit_ratio);
+    else
+        tool_table_cell(table, "%s", "");
     add_mark(table, r);
     if (r->extra_bytes >= 0)
         tool_table_cell(table, "%s", tool_size(r->extra_bytes).text);
@@ -95,6 +103,10 @@ void bench_add_json(tb__text *out, const bench_result *r, const char *gpu) {
         tb__text_add(out, ",\"at_least\":%.2f", r->at_least);
     if (r->at_most > 0)
         tb__text_add(out, ",\"at_most\":%.2f", r->at_most);
+    if (r->limit_ratio > 0)
+        tb__text_add(out, ",\"of_limit\":%.3f", r->limit_ratio);
+    if (r->at_least_of_limit > 0)
+        tb__text_add(out, ",\"at_least_of_limit\":%.2f", r->at_least_of_limit);
     if (bench_has_mark(r))
         tb__text_add(out, ",\"ok\":%s", bench_is_reached(r) ? "true" : "false");
     if (r->wall_ratio > 0)

@@ -1,12 +1,14 @@
 /* What transfers are compared with: one process that copies or casts its own warm memory with as many threads as it may
- * use cores. */
+ * use cores; and the limit, the fastest of many ways of copying. */
 #include "base/process.h"
-#include "bench/move.h"
+#include "bench/bench.h"
+#include "device/host/kernel.h"
 #include "device/host/move.h"
 #include "device/host/workers.h"
 
 #include <errno.h>
 #include <sched.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -19,13 +21,15 @@ static int count_cores(void) {
     return n < MAX_THREADS ? n : MAX_THREADS;
 }
 
-tb_status tool_buffers_init(tool_buffers *buffers, size_t nbytes) {
+static tb_status init_buffers(tool_buffers *buffers, size_t nbytes, bool is_huge) {
     size_t mapped = 2 * nbytes + SKEW;
     void *mapping = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED)
         return tb__fail(TB_NO_MEMORY, "can't map %zu bytes for memcpy: %s", mapped, strerror(errno));
     /* A child that had them would make every page be copied when it is next written. */
     madvise(mapping, mapped, MADV_DONTFORK);
+    if (is_huge)
+        madvise(mapping, mapped, MADV_HUGEPAGE);
     *buffers = (tool_buffers){.src = mapping, .nbytes = nbytes, .mapping = mapping, .mapped = mapped};
     buffers->dst = buffers->src + nbytes + SKEW;
     buffers->nthreads = count_cores();
@@ -36,13 +40,42 @@ tb_status tool_buffers_init(tool_buffers *buffers, size_t nbytes) {
     return TB_OK;
 }
 
+tb_status tool_buffers_init(tool_buffers *buffers, size_t nbytes) {
+    return init_buffers(buffers, nbytes, false);
+}
+
 void tool_buffers_fini(tool_buffers *buffers) {
     if (buffers->mapping)
         munmap(buffers->mapping, buffers->mapped);
     *buffers = (tool_buffers){0};
 }
 
+/* How memory is copied: by a set of kernels, by memcpy, or by one instruction. */
+typedef struct way {
+    const char *name;
+    enum { MEMCPY, STRING, KERNELS } kind;
+    const tb__kernels *kernels;
+} way;
+
+static const way by_memcpy = {.name = "memcpy"};
+
+static void copy(const way *w, char *dst, const char *src, size_t nbytes) {
+    if (w->kind == KERNELS) {
+        w->kernels->stream_rows(dst, 0, src, 0, 1, nbytes);
+        w->kernels->fence();
+        return;
+    }
+#ifdef __x86_64__
+    if (w->kind == STRING) {
+        __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes)::"memory");
+        return;
+    }
+#endif
+    memcpy(dst, src, nbytes);
+}
+
 typedef struct share {
+    const way *way;
     char *dst;
     const char *src;
     size_t nbytes;
@@ -55,26 +88,25 @@ static void *copy_share(void *arg) {
     while ((go = atomic_load(s->go)) == 0)
         sched_yield();
     if (go == 1)
-        memcpy(s->dst, s->src, s->nbytes);
+        copy(s->way, s->dst, s->src, s->nbytes);
     return NULL;
 }
 
-/* Share i of as many as there are threads. */
-static share cut(const tool_buffers *buffers, int i, atomic_int *go) {
-    size_t n = (size_t)buffers->nthreads, each = buffers->nbytes / n, start = each * (size_t)i;
-    bool is_last = i == buffers->nthreads - 1;
-    return (share){buffers->dst + start, buffers->src + start, is_last ? buffers->nbytes - start : each, go};
+/* Share i of n. */
+static share cut(const tool_buffers *buffers, const way *w, int i, int n, atomic_int *go) {
+    size_t each = buffers->nbytes / (size_t)n, start = each * (size_t)i;
+    return (share){w, buffers->dst + start, buffers->src + start, i == n - 1 ? buffers->nbytes - start : each, go};
 }
 
-tb_status tool_memcpy(tool_buffers *buffers, double *gb_per_s) {
+static tb_status copy_by(const tool_buffers *buffers, const way *w, int nthreads, double *gb_per_s) {
     pthread_t thread[MAX_THREADS];
     share shares[MAX_THREADS];
     atomic_int go = 0;
     tb_status status = TB_OK;
     int nstarted = 1;
-    shares[0] = cut(buffers, 0, &go);
-    while (nstarted < buffers->nthreads && status == TB_OK) {
-        shares[nstarted] = cut(buffers, nstarted, &go);
+    shares[0] = cut(buffers, w, 0, nthreads, &go);
+    while (nstarted < nthreads && status == TB_OK) {
+        shares[nstarted] = cut(buffers, w, nstarted, nthreads, &go);
         status = tb__start_thread(&thread[nstarted], "tb-memcpy", copy_share, &shares[nstarted]);
         nstarted += status == TB_OK;
     }
@@ -85,6 +117,79 @@ tb_status tool_memcpy(tool_buffers *buffers, double *gb_per_s) {
         pthread_join(thread[i], NULL);
     if (status == TB_OK)
         *gb_per_s = (double)buffers->nbytes / (double)(tool_now_ns() - start);
+    return status;
+}
+
+tb_status tool_memcpy(tool_buffers *buffers, double *gb_per_s) {
+    return copy_by(buffers, &by_memcpy, buffers->nthreads, gb_per_s);
+}
+
+/* ---- The best copy ------------------------------------------------------------------------------------------- */
+
+enum { MAX_WAYS = 2 + TB__KERNEL_SETS_MAX };
+
+/* The portable kernels are memcpy. */
+static int list_ways(way ways[MAX_WAYS]) {
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets), n = 0;
+    ways[n++] = by_memcpy;
+#ifdef __x86_64__
+    ways[n++] = (way){.name = "rep movsb", .kind = STRING};
+#endif
+    for (int i = 1; i < nsets; i++)
+        ways[n++] = (way){.name = sets[i]->name, .kind = KERNELS, .kernels = sets[i]};
+    return n;
+}
+
+/* Every way, twice, with one thread to all cores. */
+static tb_status search(const tool_buffers *buffers, way *best, int *nthreads, double *most) {
+    enum { TRIES = 2 };
+    way ways[MAX_WAYS];
+    int nways = list_ways(ways), all = buffers->nthreads;
+    *most = 0;
+    for (int t = 1; t <= all; t = t < all && 2 * t > all ? all : 2 * t) {
+        for (int i = 0; i < TRIES * nways; i++) {
+            double rate;
+            TB_TRY(copy_by(buffers, &ways[i % nways], t, &rate));
+            if (rate <= *most)
+                continue;
+            *most = rate;
+            *best = ways[i % nways];
+            *nthreads = t;
+        }
+    }
+    return TB_OK;
+}
+
+static tb_status run_limit(tool_buffers *buffers, const tool_buffers *huge, bench_rounds *rounds, tool_guard *guard,
+                           bench_round *out, char work[BENCH_WORK_MAX]) {
+    const tool_buffers *from = buffers;
+    way best[2];
+    int nthreads[2], which = 0;
+    double most[2];
+    TB_TRY(search(buffers, &best[0], &nthreads[0], &most[0]));
+    TB_TRY(search(huge, &best[1], &nthreads[1], &most[1]));
+    if (most[1] > most[0]) {
+        which = 1;
+        from = huge;
+    }
+    snprintf(work, BENCH_WORK_MAX, "the best copy: %s, %d thread%s%s", best[which].name, nthreads[which],
+                 nthreads[which] == 1 ? "" : "s", which ? ", huge pages" : "");
+    while (bench_rounds_next(rounds, tool_now_ns())) {
+        bench_round *round = &out[rounds->done - 1];
+        TB_TRY(tool_guard_check(guard));
+        TB_TRY(tool_memcpy(buffers, &round->theirs));
+        TB_TRY(copy_by(from, &best[which], nthreads[which], &round->ours));
+    }
+    return TB_OK;
+}
+
+tb_status bench_limit_run(tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out,
+                          char work[BENCH_WORK_MAX]) {
+    tool_buffers huge;
+    TB_TRY(init_buffers(&huge, buffers->nbytes, true));
+    tb_status status = run_limit(buffers, &huge, rounds, guard, out, work);
+    tool_buffers_fini(&huge);
     return status;
 }
 
