@@ -102,7 +102,9 @@ static int compare_parts(const void *a, const void *b) {
     const tb__move *const *x = a, *const *y = b;
     if ((*x)->part != (*y)->part)
         return (*x)->part < (*y)->part ? -1 : 1;
-    return *x < *y ? -1 : *x > *y; /* in the given order: neighbours are mostly adjacent in memory */
+    if ((*x)->dst != (*y)->dst) /* so that neighbours in memory become one move */
+        return (*x)->dst < (*y)->dst ? -1 : 1;
+    return *x < *y ? -1 : *x > *y;
 }
 
 static tb_status sort_moves(const tb__move *moves, size_t nmoves, tb__move *out) {
@@ -119,6 +121,33 @@ static tb_status sort_moves(const tb__move *moves, size_t nmoves, tb__move *out)
     return TB_OK;
 }
 
+/* Makes a plain copy between two sides without gaps one of a row of bytes; false if it is none. The move's strides are
+ * the job's own. */
+static bool flatten_move(tb__move *move) {
+    unsigned bits = tb_dtype_bits(move->dst_dtype);
+    int64_t expected = 1;
+    if (move->kind != TB__MOVE_COPY || !tb__move_is_plain(move) || bits < 8 || tb__move_is_empty(move))
+        return false;
+    for (int d = move->ndim - 1; d >= 0; d--) {
+        if (move->len[d] != 1 && (move->dst_stride[d] != expected || move->src_stride[0][d] != expected))
+            return false;
+        expected *= move->len[d];
+    }
+    int64_t(*src_stride)[TB_MAX_DIMS] = (int64_t(*)[TB_MAX_DIMS])move->src_stride;
+    move->ndim = 1;
+    move->len[0] = expected * (bits / 8);
+    move->dst_stride[0] = src_stride[0][0] = 1;
+    move->src_dtype = move->wire_dtype = move->dst_dtype = TB_U8;
+    return true;
+}
+
+/* Whether a flat move goes on where another one of its part ends, on both sides. */
+static bool continues(const tb__move *move, const tb__move *before) {
+    return move->part == before->part && move->is_dst_in_buffer == before->is_dst_in_buffer &&
+           !move->src_mapping == !before->src_mapping && (char *)before->dst + before->len[0] == (char *)move->dst &&
+           (const char *)before->src[0] + before->len[0] == (const char *)move->src[0];
+}
+
 static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
     job->moves = tb__arena_alloc(&job->arena, nmoves, sizeof *job->moves);
     job->costs.ends = tb__arena_alloc(&job->arena, nmoves, sizeof *job->costs.ends);
@@ -126,8 +155,11 @@ static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
     if (!job->moves || !job->costs.ends || !job->parts)
         return TB_NO_MEMORY;
     TB_TRY(sort_moves(moves, nmoves, job->moves));
+    size_t n = 0;
+    bool was_flat = false;
     for (size_t i = 0; i < nmoves; i++) {
-        tb__move *move = &job->moves[i];
+        tb__move *move = &job->moves[n];
+        *move = job->moves[i];
         TB_TRY(tb__move_check(move));
         TB_TRY(resolve_sources(job, move));
         if (move->quantised) {
@@ -137,13 +169,20 @@ static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
             *copy = *move->quantised;
             move->quantised = copy;
         }
+        bool is_flat = flatten_move(move);
+        if (is_flat && was_flat && continues(move, move - 1)) {
+            move[-1].len[0] += move->len[0];
+            continue;
+        }
+        was_flat = is_flat;
         job->nquantised += move->kind != TB__MOVE_COPY;
-        if (i == 0 || move->part != job->moves[i - 1].part)
-            job->parts[job->nparts++] = (part){.number = move->part, .first = i};
+        if (n == 0 || move->part != move[-1].part)
+            job->parts[job->nparts++] = (part){.number = move->part, .first = n};
+        n++;
     }
-    job->parts[job->nparts] = (part){.first = nmoves};
+    job->parts[job->nparts] = (part){.first = n};
     job->costs.moves = job->moves;
-    job->costs.n = nmoves;
+    job->costs.n = n;
     tb__move_costs_measure(&job->costs);
     return TB_OK;
 }

@@ -13,7 +13,7 @@
 
 enum { MOVE_BYTES = 256 }; /* what it costs to begin a move, in bytes */
 
-static bool is_plain(const tb__move *copy) {
+bool tb__move_is_plain(const tb__move *copy) {
     return copy->nsrc == 1 && copy->avg_divisor <= 1 && copy->src_dtype == copy->wire_dtype &&
            copy->wire_dtype == copy->dst_dtype;
 }
@@ -87,7 +87,7 @@ static void move_bytes(const tb__move *copy, tb__move_share part, bool stream) {
 void tb__move_run(const tb__move *copy, tb__move_share part, bool stream) {
     if (part.lo >= part.hi || tb__move_is_empty(copy))
         return;
-    if (copy->nsrc == 0 || is_plain(copy))
+    if (copy->nsrc == 0 || tb__move_is_plain(copy))
         move_bytes(copy, part, stream);
     else
         tb__tiles_run(copy, part, stream);

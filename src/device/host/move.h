@@ -10,6 +10,9 @@ typedef struct tb__move_share {
     int64_t lo, hi;
 } tb__move_share;
 
+/* Whether the bytes are copied as they are. */
+bool tb__move_is_plain(const tb__move *copy);
+
 /* The whole. */
 tb__move_share tb__move_whole(const tb__move *copy);
 
