@@ -269,6 +269,16 @@ static tb_status run_peer(bench *b, int i) {
         .extra_bytes = -1,
         .reason = peer.reason,
     };
+    for (size_t k = 0; k < b->results.count && peer.at_least > 0; k++) {
+        const bench_result *ours = &b->results.item[k];
+        if (strcmp(ours->name, peer.line) != 0)
+            continue;
+        result.against = "slice copies of PyTorch";
+        result.ours = ours->ours;
+        result.theirs = peer.gb_per_s;
+        result.ratio = peer.gb_per_s > 0 ? ours->ours / peer.gb_per_s : 0;
+        result.at_least = peer.at_least;
+    }
     if (status == TB_OK)
         return bench_publish(b, result);
     free(peer.reason);
@@ -488,7 +498,9 @@ static tb_status run_all(bench *b) {
     TB_TRY(bench_run_other(b, BENCH_BUS, NULL, run_bus));
     TB_TRY(bench_run_other(b, BENCH_RTT, NULL, run_rtt));
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {
-        tool_show_line("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
+        if (!bench_is_wanted(b, bench_peer_of(i).line))
+            continue;
+        tool_show_line("the same by others, %d of %d", i + 1, BENCH_NPEERS);
         TB_TRY(run_peer(b, i));
     }
     return bench_disk_run(b); /* last: the kernel is busy with its files for a while */

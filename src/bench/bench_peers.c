@@ -1,4 +1,4 @@
-/* How fast others do what row_col does. Their programs are files beside the tool; what they need may not be there,
+/* How fast others do what row_col and tiny do. Their programs are files beside the tool; what they need may not be there,
  * which is told in one line and is no failure. */
 #include "base/descriptors.h"
 #include "base/process.h"
@@ -229,9 +229,12 @@ static tb_status run_torch(const char *program, const place *where, const figure
 static const struct {
     const char *name, *work, *program;
     tb_status (*run)(const char *, const place *, const figures *, tb__text *, tb__text *);
-} peers[] = {
-    {"row_col_mpi", "row_col by MPI_Alltoallw", "row_col_mpi.c", run_mpi},
-    {"row_col_gloo", "row_col by torch.distributed with Gloo", "row_col_gloo.py", run_torch},
+    const char *line;
+    double at_least;
+} peers[BENCH_NPEERS] = {
+    {"row_col_mpi", "row_col by MPI_Alltoallw", "row_col_mpi.c", run_mpi, "row_col", 0},
+    {"row_col_gloo", "row_col by torch.distributed with Gloo", "row_col_gloo.py", run_torch, "row_col", 0},
+    {"tiny_torch", "tiny, next to slice copies of PyTorch", "tiny_torch.py", run_torch, BENCH_TINY, 10},
 };
 
 static bool find_rate(const tb__text *said, bench_peer_result *out) {
@@ -257,17 +260,19 @@ static tb_status run_peer(int i, const figures *f, const place *where, bench_pee
 }
 
 bench_peer_result bench_peer_of(int i) {
-    return (bench_peer_result){.name = peers[i].name, .work = peers[i].work};
+    return (bench_peer_result){
+        .name = peers[i].name, .work = peers[i].work, .line = peers[i].line, .at_least = peers[i].at_least};
 }
 
-/* What our line moves. */
-static tb_status measure_work(int64_t size, figures *f) {
+/* What our line moves: a matrix, or so many tensors of so many bytes. */
+static tb_status measure_work(const char *line, int64_t size, figures *f) {
     tool_job job;
     int64_t unused;
-    TB_TRY(bench_job_init(&bench_cases[0], size, &job, &unused));
+    TB_TRY(bench_job_init(bench_case_of(line), size, &job, &unused));
     const tb_shape *shape = &job.tensors.item[0].shape;
-    snprintf(f->rows, sizeof f->rows, "%" PRId64, shape->dim[0]);
-    snprintf(f->columns, sizeof f->columns, "%" PRId64, shape->dim[1]);
+    bool is_many = job.tensors.count > 1 || shape->ndim == 1;
+    snprintf(f->rows, sizeof f->rows, "%" PRId64, is_many ? (int64_t)job.tensors.count : shape->dim[0]);
+    snprintf(f->columns, sizeof f->columns, "%" PRId64, is_many ? shape->dim[0] * 4 : shape->dim[1]);
     tool_job_fini(&job);
     return TB_OK;
 }
@@ -275,7 +280,7 @@ static tb_status measure_work(int64_t size, figures *f) {
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out) {
     place where = {.guard = guard};
     figures f;
-    TB_TRY(measure_work(size, &f));
+    TB_TRY(measure_work(peers[i].line, size, &f));
     snprintf(f.rounds, sizeof f.rounds, "%d", rounds);
     TB_TRY(tool_folder_make(where.folder, sizeof where.folder));
     tb_status status = run_peer(i, &f, &where, out);

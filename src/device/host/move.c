@@ -108,11 +108,29 @@ static size_t find_move(const tb__move_costs *costs, int64_t at) {
     return i;
 }
 
+enum {
+    MOVES_AHEAD = 8,
+    FETCH_BYTES = 1024, /* of longer moves the processor fetches the rest by itself */
+};
+
+/* Where the next short move reads, no processor knows. */
+static void fetch_source(const tb__move *move) {
+    if (move->ndim != 1 || move->nsrc != 1 || move->src_mapping || move->src_dtype != TB_U8 ||
+        move->src_stride[0][0] != 1)
+        return;
+    const char *src = move->src[0];
+    int64_t nbytes = tb__min64(move->len[0], FETCH_BYTES);
+    for (int64_t i = 0; i < nbytes; i += 64)
+        __builtin_prefetch(src + i);
+}
+
 void tb__move_costs_run(const tb__move_costs *costs, int64_t from, int64_t to, tb__share_fn *fn, void *arg) {
     for (size_t i = find_move(costs, from); i < costs->n; i++) {
         int64_t begin = tb__move_costs_begin(costs, i), length = costs->ends[i] - begin;
         if (begin >= to)
             return;
+        if (i + MOVES_AHEAD < costs->n)
+            fetch_source(&costs->moves[i + MOVES_AHEAD]);
         if (length >= TB__PIECE_BYTES)
             fn(arg, i, from > begin ? from - begin : 0, to - begin < length ? to - begin : length, length);
         else if (begin >= from) /* short moves are not divided: the share with the beginning does it */
