@@ -58,7 +58,7 @@ static void test_environment(void **state) {
     setenv("TENSORBUS_STAGING_BYTES", "1536 MiB", 1);
     setenv("TENSORBUS_MAX_IN_FLIGHT", "4294967295", 1);
     setenv("TENSORBUS_PLAN_BYTES", "3MiB", 1);
-    for (int key = TB__CONFIG_STORE; key < TB__CONFIG_COUNT; key++)
+    for (int key = TB__CONFIG_COPY; key < TB__CONFIG_COUNT; key++)
         setenv(tb__config_table[key].env, "any text", 1);
     assert_int_equal(tb__config_load(&config), TB_OK);
     assert_int_equal(tb__config_log(&config), TB_LOG_DEBUG);

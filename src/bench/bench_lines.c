@@ -27,7 +27,8 @@ static const char *const against_names[] = {
 
 tb_status bench_publish(bench *b, bench_result result) {
     tb__text out = {0};
-    bool is_memcpy = result.against == against_names[BENCH_MEMCPY] || result.against == against_names[BENCH_MEMCPY_TRAFFIC];
+    bool is_memcpy =
+        result.against == against_names[BENCH_MEMCPY] || result.against == against_names[BENCH_MEMCPY_TRAFFIC];
     if (b->limit_ratio > 0 && is_memcpy)
         result.limit_ratio = result.ratio / b->limit_ratio;
     else if (b->limit > 0)
@@ -227,12 +228,11 @@ static tb_status run_case(bench *b, const bench_case *c) {
     for (int l = 0; l < c->nlines && measured != TB_OK; l++) {
         const bench_line *line = &c->line[l];
         if (bench_is_wanted(b, line->name) && (l == 0 || status == TB_OK))
-            status = bench_publish_failure(
-                b, measured,
-                (bench_result){.name = line->name,
-                               .work = c->work,
-                               .at_least = line->at_least,
-                               .at_least_of_limit = line->at_least_of_limit});
+            status = bench_publish_failure(b, measured,
+                                           (bench_result){.name = line->name,
+                                                          .work = c->work,
+                                                          .at_least = line->at_least,
+                                                          .at_least_of_limit = line->at_least_of_limit});
     }
     free(lines);
     fit_size(b, c->line[0].name, &rounds);
@@ -309,7 +309,8 @@ static tb_status run_limit(bench *b) {
     samples *s = tb__calloc(1, sizeof *s);
     bench_round *round = tb__calloc((size_t)b->rounds, sizeof *round);
     tool_show_line(BENCH_LIMIT ": looking for the best copy");
-    tb_status status = s && round ? bench_limit_run(&b->buffers, &rounds, &b->guard, round, b->limit_work) : TB_NO_MEMORY;
+    tb_status status =
+        s && round ? bench_limit_run(&b->buffers, &rounds, &b->guard, round, b->limit_work) : TB_NO_MEMORY;
     if (status == TB_OK) {
         add_medians(&result, round, rounds.done, s);
         b->limit = result.ours;

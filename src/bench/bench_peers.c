@@ -1,5 +1,5 @@
-/* How fast others do what row_col and tiny do. Their programs are files beside the tool; what they need may not be there,
- * which is told in one line and is no failure. */
+/* How fast others do what row_col and tiny do. Their programs are files beside the tool; what they need may not be
+ * there, which is told in one line and is no failure. */
 #include "base/descriptors.h"
 #include "base/process.h"
 #include "bench/bench.h"

@@ -44,10 +44,9 @@ void bench_table_init(tool_table *table, bool with_gpu) {
         const char *title;
         int width; /* of what any line has there */
         bool is_number;
-    } columns[] = {{"name", 18, false},    {"work", 60, false}, {"GB/s", 8, true},
-                   {"against", 24, false}, {"GB/s", 8, true},   {"ratio", 5, true},
-                   {"of limit", 8, true},  {"mark", 13, true},  {"", 6, false},
-                   {"extra memory", 12, true}};
+    } columns[] = {{"name", 18, false}, {"work", 60, false},       {"GB/s", 8, true},     {"against", 24, false},
+                   {"GB/s", 8, true},   {"ratio", 5, true},        {"of limit", 8, true}, {"mark", 13, true},
+                   {"", 6, false},      {"extra memory", 12, true}};
     size_t n = sizeof columns / sizeof *columns;
     for (size_t i = 0; i < n; i++) {
         tool_table_column(table, with_gpu && i == n - 1 ? "ratio at once" : columns[i].title, columns[i].is_number);

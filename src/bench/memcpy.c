@@ -174,7 +174,7 @@ static tb_status run_limit(tool_buffers *buffers, const tool_buffers *huge, benc
         from = huge;
     }
     snprintf(work, BENCH_WORK_MAX, "the best copy: %s, %d thread%s%s", best[which].name, nthreads[which],
-                 nthreads[which] == 1 ? "" : "s", which ? ", huge pages" : "");
+             nthreads[which] == 1 ? "" : "s", which ? ", huge pages" : "");
     while (bench_rounds_next(rounds, tool_now_ns())) {
         bench_round *round = &out[rounds->done - 1];
         TB_TRY(tool_guard_check(guard));

@@ -203,8 +203,7 @@ void doctor_cores(doctor *d, const char *name) {
 void doctor_vectors(doctor *d, const char *name) {
     const tb__kernels *sets[TB__KERNEL_SETS_MAX];
     if (tb__kernels_list(sets) == 1)
-        doctor_add(d, DOCTOR_LIMITED, name,
-                   "a processor, or a virtual machine's model of one, that has AVX2 and F16C",
+        doctor_add(d, DOCTOR_LIMITED, name, "a processor, or a virtual machine's model of one, that has AVX2 and F16C",
                    "casts and large copies are done in portable C, and slower");
     else
         doctor_add(d, DOCTOR_OK, name, NULL, "casts use AVX2, large copies %s",
