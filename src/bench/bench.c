@@ -51,7 +51,6 @@ static bool is_known(const char *name, size_t length) {
         }
     }
     return is_called(BENCH_LIMIT, name, length) || is_called(BENCH_REFIT, name, length) ||
-           return is_called(BENCH_LIMIT, name, length) || is_called(BENCH_REFIT, name, length) ||
            bench_disk_is_line(name, length) || is_called(BENCH_QUANT, name, length) ||
            is_called(BENCH_BUS, name, length) || is_called(BENCH_RTT, name, length);
 }
