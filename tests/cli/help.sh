@@ -56,7 +56,7 @@ has store listen token-file insecure wait
 has config json
 has doctor store token-file json
 has demo size ranks src dst staged checksum bus gpu
-has bench only rounds size staged checksum peers hosts check json gpu between store token-file
+has bench only rounds size staged checksum peers hosts check json gpu transport between store token-file
 has agent name rank size store socket token-file timeout workers transport host checksum no-gpu http
 has dashboard store socket listen token-file
 has run groups store token-file no-agents
