@@ -4,10 +4,10 @@
 . "$(dirname -- "$0")/support.sh"
 PATH=$PATH:/usr/sbin:/sbin
 
-# The first shell has its seat.
-wait_for_seat() {
+# wait_for TEXT: it is in what the store tells of the bus.
+wait_for() {
     tries=0
-    until "$TENSORBUS" status --store "unix:$tmp/store" --json 2>/dev/null | grep -q bench-first || [ "$tries" -ge 300 ]; do
+    until "$TENSORBUS" status --store "unix:$tmp/store" --json 2>/dev/null | grep -q -e "$1" || [ "$tries" -ge 300 ]; do
         sleep 0.1
         tries=$((tries + 1))
     done
@@ -17,7 +17,7 @@ wait_for_seat() {
 both() {
     "$TENSORBUS" bench --between --store "unix:$tmp/store" --json "$@" >"$tmp/first" 2>"$tmp/first.err" </dev/null &
     job=$!
-    wait_for_seat
+    wait_for bench-first # has its seat
     run bench --between --store "unix:$tmp/store" --json
     wait "$job"
     first=$?
@@ -52,11 +52,7 @@ refused '--between does not go with --gpu' bench --between --store unix:/tmp/x -
 job=$!
 "$TENSORBUS" bench --between --store "unix:$tmp/store" --rounds 1000 --only shm_bandwidth >"$tmp/second" 2>&1 </dev/null &
 other=$!
-tries=0
-until "$TENSORBUS" status --store "unix:$tmp/store" --json 2>/dev/null | grep -q bench-to || [ "$tries" -ge 300 ]; do
-    sleep 0.1
-    tries=$((tries + 1))
-done
+wait_for '"name":"tensors"' # they are past connecting, in which a lost peer is waited for
 kill -TERM "$job"
 wait "$job"
 status=$?
