@@ -304,7 +304,8 @@ static void add_medians(bench_result *result, const bench_round *round, int n, s
 
 /* All other lines are compared with it, so it is measured whether it is wanted or not. */
 static tb_status run_limit(bench *b) {
-    bench_rounds rounds = bench_rounds_begin(b->rounds, b->budget_ns, tool_now_ns());
+    enum { MOST = 15 };
+    bench_rounds rounds = bench_rounds_begin(b->rounds < MOST ? b->rounds : MOST, b->budget_ns, tool_now_ns());
     bench_result result = {.name = BENCH_LIMIT, .against = against_names[BENCH_MEMCPY], .extra_bytes = -1};
     samples *s = tb__calloc(1, sizeof *s);
     bench_round *round = tb__calloc((size_t)b->rounds, sizeof *round);
