@@ -73,14 +73,19 @@ start() {
         --rounds 1 --json >"host.$1" 2>"host.$1.err"
 }
 start 0 &
-sleep 1
+tries=0 # only host 0 can serve the store
+until "$BED" exec 1 "$TENSORBUS" status --store "tcp://$BED_ADDR_0:7000" --token-file token 2>/dev/null |
+    grep -q bench-first || [ "$tries" -ge 300 ]; do
+    sleep 0.1
+    tries=$((tries + 1))
+done
 start 1
 status=$?
 wait
 exit $status
 END
     bed=$(dirname -- "$0")/../hosts/bed
-    "$bed" 2 -- sh "$tmp/hosts.sh" hosts "$tmp" >"$tmp/bed.log" 2>&1
+    timeout 120 "$bed" 2 -- sh "$tmp/hosts.sh" hosts "$tmp" >"$tmp/bed.log" 2>&1
     status=$?
     if [ "$status" -ne 77 ]; then
         expect_status 0 "two hosts: $(cat "$tmp/bed.log" "$tmp"/host.*.err)"
