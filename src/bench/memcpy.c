@@ -147,6 +147,8 @@ static tb_status search(const tool_buffers *buffers, way *best, int *nthreads, d
     way ways[MAX_WAYS];
     int nways = list_ways(ways), all = buffers->nthreads;
     *most = 0;
+    *best = ways[0];
+    *nthreads = 1;
     for (int t = 1; t <= all; t = t < all && 2 * t > all ? all : 2 * t) {
         for (int i = 0; i < TRIES * nways; i++) {
             double rate;
