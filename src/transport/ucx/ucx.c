@@ -510,10 +510,9 @@ static tb_status ucx_post(void *context, tb_op *op) {
         u->memory = op->memory;
         u->device = op->device;
     }
-    bool is_entered = ucx_enter(u);
+    bool is_entered = ucx_enter_device(u, u->memory, u->device);
     tb_status status = post_locked(u, op);
     ucx_leave(u, is_entered);
-    pthread_mutex_unlock(&u->lock);
     return status;
 }
 
