@@ -4,8 +4,7 @@
  * configuration. */
 #include "reshard/model_spec.h"
 
-#include "base/mem.h"
-#include "format/file.h"
+#include "reshard/model_config.h"
 
 #include <inttypes.h>
 #include <stdarg.h>
@@ -28,17 +27,8 @@ typedef struct places {
     place form[NFORMS];
 } places;
 
-typedef struct model {
-    const char *family;
-    int64_t hidden, layers, heads, kv_heads, head_dim, vocab, intermediate;
-    int64_t experts, expert_intermediate, shared_intermediate;
-    int64_t q_rank, kv_rank, rope_dim;
-    bool is_mla, is_tied, is_mixtral;
-    bool *is_dense; /* by layer, where others have experts */
-} model;
-
 typedef struct maker {
-    model m;
+    tb__model_config m;
     tb__model_side side[2];
     json_t *rules;
     tb__text *notes;
@@ -177,7 +167,7 @@ static void set_shape(place *p, int ndim, int64_t a, int64_t b, int64_t c) {
 /* ---- Attention ----------------------------------------------------------------------------------------------- */
 
 /* vLLM's rows of q, k and v on each rank. With more ranks than key heads, several have the same key head. */
-static void put_qkv_cut(const model *m, int64_t tp, char *cut, size_t size) {
+static void put_qkv_cut(const tb__model_config *m, int64_t tp, char *cut, size_t size) {
     int64_t q = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim;
     if (tp <= m->kv_heads) {
         put(cut, size, "BlockShard(0,%" PRId64 ",%" PRId64 ",%" PRId64 ")", q, kv, kv);
@@ -195,7 +185,7 @@ static void put_qkv_cut(const model *m, int64_t tp, char *cut, size_t size) {
 }
 
 static void add_attention(maker *k) {
-    const model *m = &k->m;
+    const tb__model_config *m = &k->m;
     static const char *const parts[] = {"q", "k", "v"};
     int64_t group = m->heads / m->kv_heads, hd = m->head_dim, q = m->heads * hd, kv = m->kv_heads * hd;
     const int64_t begin[] = {0, q, q + kv}, rows[] = {q, kv, kv}, slot[] = {0, group, group + 1}, n[] = {group, 1, 1};
@@ -235,7 +225,7 @@ static void add_attention(maker *k) {
 }
 
 static void add_latent_attention(maker *k) {
-    const model *m = &k->m;
+    const tb__model_config *m = &k->m;
 #define HF(x)       "model.layers.@.self_attn." x ".weight"
 #define VLLM(x)     HF("mla_attn." x) /* of names for one module, vLLM's loader asks for the first by the alphabet */
 #define MEGATRON(x) "decoder.layers.@.self_attention." x
@@ -297,7 +287,7 @@ static void add_mlp(maker *k, const char *hf, const char *vllm, const char *mega
 }
 
 static void add_experts(maker *k) {
-    const model *m = &k->m;
+    const tb__model_config *m = &k->m;
     const char *block = m->is_mixtral ? "block_sparse_moe" : "mlp";
     static const char *const parts[2][3] = {{"gate_proj", "up_proj", "down_proj"}, {"w1", "w3", "w2"}};
     int64_t n = m->expert_intermediate;
@@ -341,7 +331,7 @@ static void add_experts(maker *k) {
 /* ---- Norms, embeddings --------------------------------------------------------------------------------------- */
 
 static void add_norms(maker *k) {
-    const model *m = &k->m;
+    const tb__model_config *m = &k->m;
     bool is_gemma = strncmp(m->family, "gemma", 5) == 0, has_experts = m->experts > 0;
     bool is_sandwich = is_gemma && strcmp(m->family, "gemma") != 0; /* a norm behind each block, too */
     const char *fc1 = "decoder.layers.@.mlp.linear_fc1.layer_norm_weight";
@@ -389,7 +379,7 @@ static void pad_vocabulary(const maker *k, place *p, int64_t multiple) {
 }
 
 static void add_embeddings(maker *k) {
-    const model *m = &k->m;
+    const tb__model_config *m = &k->m;
     places p[2] = {
         whole("model.embed_tokens.weight", "model.embed_tokens.weight", "embedding.word_embeddings.weight", "Shard(0)"),
         whole("lm_head.weight", "lm_head.weight", "output_layer.weight", "Shard(0)")};
@@ -420,86 +410,10 @@ static void add_embeddings(maker *k) {
         json_array_append_new(k->rules, json_pack("{s:s,s:b}", "match", again, "skip", 1));
 }
 
-/* ---- Configurations ------------------------------------------------------------------------------------------ */
-
-static const char *const families[] = {"llama", "mistral", "qwen2",       "qwen3",       "qwen3_moe",  "mixtral",
-                                       "gemma", "gemma2",  "gemma3_text", "deepseek_v2", "deepseek_v3"};
-
-static int64_t number(const json_t *config, const char *key, int64_t otherwise) {
-    const json_t *value = json_object_get(config, key);
-    return json_is_integer(value) ? json_integer_value(value) : otherwise;
-}
-
-static tb_status need(const json_t *config, const char *key, int64_t *out) {
-    *out = number(config, key, 0);
-    return *out >= 1 && *out <= INT32_MAX ? TB_OK
-                                          : tb__fail(TB_INVALID, "config.json: '%s' is missing, or not a size", key);
-}
-
-static tb_status read_experts(const json_t *config, model *m, tb__arena *arena) {
-    bool is_deepseek = strncmp(m->family, "deepseek", 8) == 0, is_qwen = strcmp(m->family, "qwen3_moe") == 0;
-    m->is_mixtral = strcmp(m->family, "mixtral") == 0;
-    m->is_dense = tb__arena_alloc(arena, (size_t)m->layers, sizeof *m->is_dense);
-    if (!m->is_dense)
-        return TB_NO_MEMORY;
-    memset(m->is_dense, 0, (size_t)m->layers * sizeof *m->is_dense);
-    if (!is_deepseek && !is_qwen && !m->is_mixtral)
-        return TB_OK;
-    if (is_deepseek && json_is_null(json_object_get(config, "n_routed_experts")))
-        return TB_OK;
-    const char *key = is_deepseek ? "n_routed_experts" : m->is_mixtral ? "num_local_experts" : "num_experts";
-    if (is_qwen && !json_object_get(config, key))
-        key = "num_local_experts"; /* as later versions of transformers write it */
-    TB_TRY(need(config, key, &m->experts));
-    m->expert_intermediate = m->intermediate;
-    if (!m->is_mixtral)
-        TB_TRY(need(config, "moe_intermediate_size", &m->expert_intermediate));
-    int64_t first = number(config, "first_k_dense_replace", 0), step = number(config, "decoder_sparse_step", 1);
-    const json_t *dense = json_object_get(config, "mlp_only_layers");
-    for (int64_t i = 0; i < m->layers; i++) {
-        m->is_dense[i] = is_deepseek ? i < first : is_qwen && step > 0 && (i + 1) % step != 0;
-        for (size_t k = 0; is_qwen && k < json_array_size(dense); k++)
-            m->is_dense[i] |= json_integer_value(json_array_get(dense, k)) == i;
-    }
-    if (is_deepseek)
-        m->shared_intermediate = number(config, "n_shared_experts", 0) * m->expert_intermediate;
-    return TB_OK;
-}
-
-static tb_status read_config(const json_t *config, const char *family, model *m, tb__arena *arena) {
-    *m = (model){.family = family ? family : json_string_value(json_object_get(config, "model_type"))};
-    bool is_known = false;
-    for (size_t i = 0; m->family && i < sizeof families / sizeof *families; i++)
-        is_known |= strcmp(m->family, families[i]) == 0;
-    if (!is_known)
-        return tb__fail(
-            TB_INVALID,
-            "the model is '%.40s'; known are llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, gemma, gemma2, "
-            "gemma3_text, deepseek_v2 and deepseek_v3",
-            m->family ? m->family : "of no type");
-    m->is_mla = strncmp(m->family, "deepseek", 8) == 0;
-    TB_TRY(need(config, "hidden_size", &m->hidden));
-    TB_TRY(need(config, "num_hidden_layers", &m->layers));
-    TB_TRY(need(config, "num_attention_heads", &m->heads));
-    TB_TRY(need(config, "vocab_size", &m->vocab));
-    TB_TRY(need(config, "intermediate_size", &m->intermediate));
-    m->kv_heads = number(config, "num_key_value_heads", m->heads);
-    bool is_gemma = strncmp(m->family, "gemma", 5) == 0;
-    m->head_dim = number(config, "head_dim", is_gemma ? 256 : m->hidden / m->heads);
-    if (m->kv_heads < 1 || m->heads % m->kv_heads != 0 || m->head_dim < 1)
-        return tb__fail(TB_INVALID, "config.json: the heads don't fit one another");
-    if (m->is_mla) {
-        m->q_rank = number(config, "q_lora_rank", 0);
-        TB_TRY(need(config, "kv_lora_rank", &m->kv_rank));
-        TB_TRY(need(config, "qk_rope_head_dim", &m->rope_dim));
-    }
-    const json_t *tied = json_object_get(config, "tie_word_embeddings");
-    m->is_tied = tied ? json_is_true(tied) : is_gemma; /* as transformers has it */
-    return read_experts(config, m, arena);
-}
+/* ---- Sides ----------------------------------------------------------------------------------------------------- */
 
 static tb_status check_side(const maker *k, tb__model_side *side) {
-    const model *m = &k->m;
+    const tb__model_config *m = &k->m;
     side->tp = side->tp ? side->tp : 1;
     side->pp = side->pp ? side->pp : 1;
     side->ep = side->ep ? side->ep : 1;
@@ -572,7 +486,7 @@ static json_t *sort_rules(const json_t *rules) {
     return sorted;
 }
 
-static void add_notes(maker *k, const json_t *config) {
+static void add_notes(maker *k) {
     bool has_vllm = false, has_megatron = false;
     for (int i = 0; i < 2; i++) {
         has_vllm |= k->side[i].form == TB__FORM_VLLM;
@@ -588,12 +502,12 @@ static void add_notes(maker *k, const json_t *config) {
                      "configuration does not tell whether it is built like this\n");
         tb__text_add(k->notes, "the vocabulary is padded to a multiple of 128 times tp, Megatron's default\n");
     }
-    if (number(config, "num_nextn_predict_layers", 0) > 0)
+    if (k->m.further_layers > 0)
         tb__text_add(k->notes, "layers for the prediction of further tokens are left out\n");
 }
 
 /* What vLLM's attention layers have beside weights: all 1 where the model is not quantised. */
-static json_t *attention_scales(const model *m) {
+static json_t *attention_scales(const tb__model_config *m) {
     static const char *const scales[] = {"k", "v", "q", "prob"};
     json_t *all = json_object();
     for (int64_t layer = 0; layer < m->layers; layer++) {
@@ -607,14 +521,11 @@ static json_t *attention_scales(const model *m) {
     return all;
 }
 
-static tb_status make_rules(maker *k, const json_t *config) {
-    const model *m = &k->m;
+static tb_status make_rules(maker *k) {
+    const tb__model_config *m = &k->m;
     TB_TRY(check_side(k, &k->side[0]));
     TB_TRY(check_side(k, &k->side[1]));
-    if (json_is_object(json_object_get(config, "quantization_config")))
-        return tb__fail(TB_INVALID, "config.json: the model is quantised, which is not described; a spec with "
-                                    "\"quantisation\" in 'src' turns it into bf16 first");
-    for (int64_t i = 0; i < number(config, "num_nextn_predict_layers", 0); i++) {
+    for (int64_t i = 0; i < m->further_layers; i++) {
         char match[48];
         PUT(match, "model.layers.%" PRId64 ".*", m->layers + i);
         json_array_append_new(k->rules, json_pack("{s:s,s:b}", "match", match, "skip", 1));
@@ -631,16 +542,16 @@ static tb_status make_rules(maker *k, const json_t *config) {
     if (m->experts > 0)
         add_experts(k);
     add_mlp(k, "mlp", "mlp", "mlp", m->intermediate);
-    add_notes(k, config);
+    add_notes(k);
     return TB_OK;
 }
 
 tb_status tb__model_spec(const json_t *config, const char *family, const tb__model_side *src, const tb__model_side *dst,
                          json_t **out, tb__text *notes) {
     maker k = {.side = {*src, *dst}, .rules = json_array(), .notes = notes};
-    tb_status status = read_config(config, family, &k.m, &k.arena);
+    tb_status status = tb__model_config_read(config, family, &k.m, &k.arena);
     if (status == TB_OK)
-        status = make_rules(&k, config);
+        status = make_rules(&k);
     if (status == TB_OK) {
         json_t *spec = json_object(), *mesh = mesh_json(&k, &k.side[0]);
         if (mesh)
@@ -688,23 +599,6 @@ void tb__model_spec_format(const json_t *spec, tb__text *out) {
 }
 
 /* ---- Specs that refer to a model ------------------------------------------------------------------------------- */
-
-tb_status tb__model_config_load(const char *dir, json_t **out) {
-    char *path;
-    json_error_t error;
-    TB_TRY(tb__file_join(dir, "config.json", &path));
-    json_t *json = json_load_file(path, 0, &error);
-    tb_status status = TB_OK;
-    if (!json_is_object(json))
-        status = tb__file_fail(TB_INVALID, path, "no configuration: %s", json ? "not an object" : error.text);
-    free(path);
-    if (status != TB_OK) {
-        json_decref(json);
-        return status;
-    }
-    *out = json;
-    return TB_OK;
-}
 
 static tb_status read_model_side(const json_t *root, bool is_target, tb__model_side *out) {
     static const char *const keys[2][4] = {{"from", "from_tp", "from_pp", "from_ep"}, {"to", "tp", "pp", "ep"}};

@@ -29,7 +29,4 @@ void tb__model_spec_format(const json_t *spec, tb__text *out);
  * "tp": 4, "from_tp": 1, ...}. The configuration is that of the spec, or dir's config.json. `rules` come first. */
 tb_status tb__model_spec_resolve(json_t *root, const char *dir, json_t **out, tb__text *notes);
 
-/* DIR/config.json */
-tb_status tb__model_config_load(const char *dir, json_t **out);
-
 #endif

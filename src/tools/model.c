@@ -1,5 +1,6 @@
 /* What `spec` and `reshard --to` share: options that say how the two sides have a model of a well-known family. */
 #include "tools/model.h"
+#include "reshard/model_config.h"
 #include "reshard/model_spec.h"
 
 #include "base/int.h"
