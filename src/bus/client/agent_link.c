@@ -178,6 +178,7 @@ tb_status tb__link_open(const char *path, const tb__link_opts *o, tb__link **out
     if (status == TB_OK) {
         tb__owned_fd_init(&l->socket, fd);
         l->pidfd = tb__fd_own(open_agent_pidfd(fd));
+        tb__link_let_block(l);
         tb__link_lock(l);
         status = say_hello(l, o, deadline_ms);
         tb__link_unlock(l);

@@ -13,7 +13,10 @@
 
 #include <stdatomic.h>
 
-enum { TB__LINK_WHY = 512 };
+enum {
+    TB__LINK_WHY = 512,
+    TB__LINK_RECV_MS = 100, /* see tb__link_let_block */
+};
 
 typedef struct tb__link_reply {
     struct tb__link_reply *next;
@@ -37,6 +40,7 @@ typedef struct tb__link {
     pthread_cond_t changed;
     bool is_locked; /* for forked children, which can't free what a thread was changing */
     bool is_reading, is_sending;
+    bool may_block;    /* see tb__link_let_block */
     bool keeps_unsent; /* the rest of a frame not sent in time is sent before the next; otherwise that is a loss */
     bool lacks_memory; /* for a frame that has arrived */
     bool is_malformed; /* it was lost because the peer sent an invalid frame */
@@ -64,6 +68,9 @@ typedef struct tb__link {
 /* Without a socket. `is_gone` must stay. */
 tb_status tb__link_create(const char *name, const char *is_gone, tb__link **out);
 tb_status tb__link_watch_wake(tb__link *link); /* makes `wake`, if there is none */
+/* A thread that waits, while there is no `wake`, sleeps in recv for TB__LINK_RECV_MS, and in poll only after that. So
+ * it may notice that much later that the peer's process has ended, if another process has the peer's end, too. */
+void tb__link_let_block(tb__link *link);
 /* Without the lock; nobody uses it any more. Not in a forked child while is_locked. NULL is allowed. */
 void tb__link_close(tb__link *link);
 

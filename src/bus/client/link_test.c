@@ -10,6 +10,8 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -116,9 +118,58 @@ static void test_closed(void **state) {
     tb__link_unlock(s->link);
 }
 
+static bool never(void *arg) {
+    (void)arg;
+    return false;
+}
+
+static bool is_heard(void *arg) {
+    return ((scene *)arg)->link->heard_ms > 0;
+}
+
+static void *send_late(void *arg) {
+    scene *s = arg;
+    usleep(3000 * TB__LINK_RECV_MS);
+    return (void *)(intptr_t)send(s->peer, "\1", 1, 0);
+}
+
+/* The thread sleeps in recv first, and then in poll. */
+static void test_late_bytes(void **state) {
+    scene *s = *state;
+    pthread_t thread;
+    tb__link_let_block(s->link);
+    assert_true(s->link->may_block);
+    assert_int_equal(pthread_create(&thread, NULL, send_late, s), 0);
+    tb__link_lock(s->link);
+    assert_int_equal(tb__link_wait(s->link, is_heard, s, tb__now_ms() + PATIENCE_MS, "said a word"), TB_OK);
+    assert_int_equal(tb__link_wait(s->link, never, s, tb__now_ms() + 5, "said another"), TB_TIMEOUT);
+    tb__link_unlock(s->link);
+    pthread_join(thread, NULL);
+}
+
+/* A process that has a copy of the peer's end, as one that the peer has forked, does not hide the peer's end. */
+static void test_peer_killed(void **state) {
+    scene *s = *state;
+    pid_t child = fork();
+    if (child == 0) {
+        usleep(500 * TB__LINK_RECV_MS);
+        _exit(0);
+    }
+    tb__link_let_block(s->link);
+    s->link->pidfd = tb__fd_own((int)syscall(SYS_pidfd_open, child, 0));
+    assert_true(s->link->pidfd >= 0);
+    tb__link_lock(s->link);
+    assert_int_equal(tb__link_wait(s->link, never, s, tb__now_ms() + PATIENCE_MS, "said a word"), TB_LOST);
+    assert_string_equal(tb_error_detail(), "the peer is gone: its process has ended");
+    tb__link_unlock(s->link);
+    assert_int_equal(waitpid(child, NULL, 0), child);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_wrong_descriptor, begin, end),
                                        cmocka_unit_test_setup_teardown(test_given_up, begin, end),
-                                       cmocka_unit_test_setup_teardown(test_closed, begin, end)};
+                                       cmocka_unit_test_setup_teardown(test_closed, begin, end),
+                                       cmocka_unit_test_setup_teardown(test_late_bytes, begin, end),
+                                       cmocka_unit_test_setup_teardown(test_peer_killed, begin, end)};
     return cmocka_run_group_tests_name("link", tests, NULL, NULL);
 }
