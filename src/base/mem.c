@@ -31,8 +31,18 @@ static void *check_result(void *ptr, size_t count, size_t size) {
     return ptr;
 }
 
+/* glibc's calloc does not take the blocks that free keeps for malloc, of up to 1,032 bytes. */
+static void *allocate_zeros(size_t count, size_t size) {
+    enum { KEPT = 1032 };
+    size_t nbytes = count * size;
+    if (nbytes == 0 || nbytes > KEPT)
+        return calloc(count ? count : 1, size ? size : 1);
+    void *ptr = malloc(nbytes);
+    return ptr ? memset(ptr, 0, nbytes) : NULL;
+}
+
 void *tb__calloc(size_t count, size_t size) {
-    return check_result(is_refused(count, size) ? NULL : calloc(count ? count : 1, size), count, size);
+    return check_result(is_refused(count, size) ? NULL : allocate_zeros(count, size), count, size);
 }
 
 void *tb__malloc(size_t count, size_t size) {
@@ -67,14 +77,15 @@ bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size) {
     return true;
 }
 
-enum { BLOCK_SIZE = 16 * 1024 };
+/* The first block is a small one: most arenas hold one message, and malloc keeps blocks of that size at hand. */
+enum { BLOCK_SIZE = 16 * 1024, FIRST_BLOCK_SIZE = 960 };
 
 static bool add_arena_block(tb__arena *arena, size_t nbytes) {
     struct tb__arena_block *block = arena->spare;
     if (block && block->size >= nbytes) {
         arena->spare = block->prev;
     } else {
-        size_t size = nbytes > BLOCK_SIZE ? nbytes : BLOCK_SIZE;
+        size_t usual = arena->head ? BLOCK_SIZE : FIRST_BLOCK_SIZE, size = nbytes > usual ? nbytes : usual;
         block = tb__malloc(1, sizeof *block + size);
         if (!block)
             return false;

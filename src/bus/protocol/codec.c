@@ -83,7 +83,18 @@ static tb_status packer_status(int result) {
     return result == 0 ? TB_OK : TB_NO_MEMORY;
 }
 
+/* Names of fields are short, and there are many: the packer would append the head and the text one by one. */
 static tb_status put_str(writer *w, const char *text, size_t nbytes) {
+    enum { SHORT = 32, SHORT_STR = 0xa0 };
+    tb__bytes *to = w->packer.data;
+    if (nbytes < SHORT) {
+        if (!tb__vec_reserve(to, nbytes + 1))
+            return TB_NO_MEMORY;
+        to->item[to->count] = (uint8_t)(SHORT_STR | nbytes);
+        memcpy(to->item + to->count + 1, text, nbytes);
+        to->count += nbytes + 1;
+        return TB_OK;
+    }
     return packer_status(msgpack_pack_str_with_body(&w->packer, text, nbytes));
 }
 
@@ -451,11 +462,10 @@ static const struct {
 };
 
 static bool field_is_set(const tb__field *field, const void *from) {
+    static const uint64_t none = 0;
+    _Static_assert(sizeof none >= sizeof(size_t) && sizeof none >= sizeof(void *), "no member is longer");
     const uint8_t *at = (const uint8_t *)from + field->offset + types[field->type].told;
-    uint8_t any = 0;
-    for (size_t i = 0; i < types[field->type].nbytes; i++)
-        any |= at[i];
-    return any != 0;
+    return memcmp(at, &none, types[field->type].nbytes) != 0;
 }
 
 static tb_status put_typed(writer *w, tb__field_type type, const void *at) {
@@ -469,9 +479,13 @@ static tb_status take_value(reader *r, tb__field_type type, void *at) {
 }
 
 static tb_status put_map(writer *w, const tb__schema *schema, const void *from) {
+    uint64_t set = 0;
     size_t count = schema->has_type;
-    for (size_t i = 0; i < schema->nfields; i++)
-        count += schema->fields[i].rule != TB__OPTION || field_is_set(&schema->fields[i], from);
+    for (size_t i = 0; i < schema->nfields; i++) {
+        bool is_set = field_is_set(&schema->fields[i], from);
+        set |= (uint64_t)is_set << i;
+        count += schema->fields[i].rule != TB__OPTION || is_set;
+    }
     TB_TRY(packer_status(msgpack_pack_map(&w->packer, count)));
     if (schema->has_type) {
         TB_TRY(put_str(w, "type", strlen("type")));
@@ -479,7 +493,7 @@ static tb_status put_map(writer *w, const tb__schema *schema, const void *from) 
     }
     for (size_t i = 0; i < schema->nfields; i++) {
         w->field = &schema->fields[i];
-        bool is_there = field_is_set(w->field, from);
+        bool is_there = set >> i & 1;
         if (w->field->rule == TB__OPTION && !is_there)
             continue;
         TB_TRY(put_str(w, w->field->name, strlen(w->field->name)));
@@ -519,15 +533,11 @@ static bool accept_nil(tb__cursor *from) {
     return true;
 }
 
-static bool is_called(tb__blob key, const char *name) {
-    return strlen(name) == key.nbytes && memcmp(name, key.data, key.nbytes) == 0;
-}
-
 /* schema->nfields: there is none with this name. */
 static size_t find_field(const tb__schema *schema, size_t expected, tb__blob key) {
-    for (size_t n = 0; n < schema->nfields; n++) {
-        size_t i = (expected + n) % schema->nfields;
-        if (is_called(key, schema->fields[i].name))
+    for (size_t n = 0, i = expected; n < schema->nfields; n++, i++) {
+        i = i < schema->nfields ? i : 0;
+        if (tb__blob_is(key, schema->fields[i].name))
             return i;
     }
     return schema->nfields;
@@ -540,7 +550,7 @@ static tb_status take_key_value(reader *r, const tb__schema *schema, uint64_t *s
     TB_TRY(tb__value_take(&r->from, &key));
     if (key.type != TB__VALUE_STR)
         return tb__fail(TB_INVALID, "%s: a key is %s; it must be a string", r->map, tb__value_type_name(key.type));
-    bool is_type = schema->has_type && is_called(key.bytes, type.name);
+    bool is_type = schema->has_type && tb__blob_is(key.bytes, type.name);
     size_t i = is_type ? schema->nfields : find_field(schema, r->expected, key.bytes);
     if (i == schema->nfields && !is_type)
         return tb__value_skip(&r->from, 1);
@@ -558,8 +568,11 @@ static tb_status take_key_value(reader *r, const tb__schema *schema, uint64_t *s
 
 tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out) {
     tb_status status = tb__value_check(bytes);
-    if (status != TB_OK)
-        return tb__fail_within(status, "%s", schema->name);
+    return status == TB_OK ? tb__map_decode_checked(schema, bytes, arena, out)
+                           : tb__fail_within(status, "%s", schema->name);
+}
+
+tb_status tb__map_decode_checked(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out) {
     reader r = {.from = tb__cursor_over(bytes), .arena = arena, .map = schema->name};
     tb__value header;
     TB_TRY(tb__value_take(&r.from, &header));

@@ -149,5 +149,7 @@ tb_status tb__map_encode_kept(const tb__schema *schema, const void *from, tb__ar
 /* Reads a map, which is all of the bytes, into the struct: its own fields are set, the others left alone. Text and
  * arrays are the arena's; bytes point into the input. */
 tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out);
+/* The same for bytes that tb__value_check has accepted. */
+tb_status tb__map_decode_checked(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out);
 
 #endif

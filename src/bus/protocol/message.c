@@ -260,8 +260,9 @@ const tb__schema *tb__message_schema(tb__message_kind kind) {
 tb_status tb__message_encode(const tb__message *message, tb__bytes *out) {
     if ((unsigned)message->kind >= TB__MESSAGE_KINDS)
         return tb__fail(TB_INVALID, "%d is not a message", (int)message->kind);
+    enum { USUAL = 512 }; /* most frames are shorter */
     size_t start = out->count;
-    if (!tb__vec_reserve(out, TB__FRAME_HEADER))
+    if (!tb__vec_reserve(out, USUAL))
         return TB_NO_MEMORY;
     out->count += TB__FRAME_HEADER;
     tb_status status = tb__map_encode(&schemas[message->kind], message, out);
@@ -286,8 +287,7 @@ static tb_status find_kind(tb__blob map, tb__message_kind *out) {
     if (type.type != TB__VALUE_STR)
         return tb__fail(TB_INVALID, "a message's type is %s; it must be a string", tb__value_type_name(type.type));
     for (int i = 0; i < TB__MESSAGE_KINDS; i++) {
-        if (strlen(schemas[i].name) == type.bytes.nbytes &&
-            memcmp(schemas[i].name, type.bytes.data, type.bytes.nbytes) == 0) {
+        if (tb__blob_is(type.bytes, schemas[i].name)) {
             *out = (tb__message_kind)i;
             return TB_OK;
         }
@@ -304,7 +304,7 @@ static tb_status decode_by_kind(tb__blob map, tb__arena *arena, tb__message *out
         (version.positive < TB__OLDEST_PROTOCOL || version.positive > TB__PROTOCOL_VERSION))
         message.protocol = version.positive;
     else
-        TB_TRY(tb__map_decode(&schemas[out->kind], map, arena, &message));
+        TB_TRY(tb__map_decode_checked(&schemas[out->kind], map, arena, &message));
     *out = message;
     return TB_OK;
 }

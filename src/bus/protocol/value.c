@@ -1,8 +1,6 @@
 /* Reads MessagePack headers, and skips values. */
 #include "bus/protocol/value.h"
 
-#include <string.h>
-
 static const char *const type_names[] = {
     [TB__VALUE_NIL] = "nil",       [TB__VALUE_BOOL] = "a bool",
     [TB__VALUE_UINT] = "a number", [TB__VALUE_NEGATIVE] = "a negative number",
@@ -165,14 +163,13 @@ bool tb__map_find(tb__blob map, const char *key, tb__value *out) {
     tb__value header, name;
     if (tb__value_take(&from, &header) != TB_OK || header.type != TB__VALUE_MAP)
         return false;
-    size_t length = strlen(key);
     for (uint32_t i = 0; i < header.count; i++) {
         tb__cursor value = from;
         if (tb__value_skip(&from, 1) != TB_OK)
             return false;
         if (tb__value_take(&value, &name) != TB_OK)
             return false;
-        if (name.type == TB__VALUE_STR && name.bytes.nbytes == length && memcmp(name.bytes.data, key, length) == 0)
+        if (name.type == TB__VALUE_STR && tb__blob_is(name.bytes, key))
             return tb__value_take(&from, out) == TB_OK;
         if (tb__value_skip(&from, 1) != TB_OK)
             return false;

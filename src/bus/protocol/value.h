@@ -7,6 +7,8 @@
 #include "base/bytes.h"
 #include "base/error.h"
 
+#include <string.h>
+
 enum { TB__MAX_NESTING = 16 }; /* maps and arrays within one another */
 
 typedef enum tb__value_type {
@@ -53,6 +55,12 @@ tb_status tb__value_skip(tb__cursor *from, int nesting);
 
 /* Whether the bytes are one well-formed value and nothing more. */
 tb_status tb__value_check(tb__blob bytes);
+
+/* Whether the text is this string, which is not empty. */
+static inline bool tb__blob_is(tb__blob text, const char *string) {
+    return text.nbytes > 0 && *string == (char)*text.data && strlen(string) == text.nbytes &&
+           memcmp(string, text.data, text.nbytes) == 0;
+}
 
 /* The value at a key of the map, which must have been checked; false if the key is not there. */
 bool tb__map_find(tb__blob map, const char *key, tb__value *out);
