@@ -167,6 +167,7 @@ class tb_batch_opts(_Sized):
         ("transform", c_void_p),
         ("commit", c_int),
         ("checksum", c_bool),
+        ("sends", c_bool),
     ]
 
 

@@ -482,6 +482,10 @@ static void try_agree(tb__exchange *exchange) {
     }
     if (exchange->devices)
         tb__world_report(exchange->world);
+    int src = exchange->pair->side;
+    if (exchange->batch->opts.sends && exchange->state == EXCHANGE_AGREED && exchange->flows[src] &&
+        !exchange->lost_ties[src])
+        tb__flow_prepare_send(exchange->flows[src]);
     tb__loop_signal(exchange->world->loop);
 }
 

@@ -92,6 +92,9 @@ typedef struct tb__run {
     /* Bases of addresses in buffers, in memory of tb_alloc or the device's own; src_buffer also in a mapping of the
      * device (its `base`). NULL: there are none. */
     void *src_buffer, *dst_buffer;
+    /* Of the host device only: moves nothing, but does what a first run would do beside that: page tables are filled,
+     * threads are started, kernels are chosen. The run has no buffers. */
+    bool is_rehearsal;
     /* Fences of any device that must be done before the run starts, and must stay valid until this run's is done. If
      * one has failed, so does the run. */
     tb__fence *const *after;

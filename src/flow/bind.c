@@ -143,6 +143,11 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
     return TB_OK;
 }
 
+void tb__flow_prepare_send(tb__flow *flow) {
+    if (flow->report.broken.status == TB_OK && tb__flow_ensure_plan(flow))
+        (void)tb__flow_send_binds(flow); /* without memory for it, the first send does it */
+}
+
 /* This rank's own message is taken at once: nothing reads its tensors at their old addresses from now on. */
 static void send_rebind(tb__flow *flow, member *reader, const bool *which) {
     tb__pack pack = {0};

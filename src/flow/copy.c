@@ -28,7 +28,7 @@ bool tb__flow_is_reading(const tb__flow *flow) {
     const copy_op *c = flow->copies.ops;
     while (c && c->kind != COPY_DIRECT && c->kind != COPY_STASH && c->kind != COPY_GATHERED)
         c = c->next;
-    return c != NULL;
+    return c || flow->copies.is_rehearsing;
 }
 
 void tb__flow_forget_reads(tb__flow *flow) {
@@ -156,6 +156,20 @@ static bool is_failed_read(const copy_op *c, tb_status status) {
            (status == TB_LOST || status == TB_INVALID || status == TB_CANCELLED);
 }
 
+static bool has_ended_copies(void *arg) {
+    const tb__flow *flow = arg;
+    return flow->copies.nops == 0 && !flow->copies.is_rehearsing;
+}
+
+/* A flow that was destroyed while a device did not finish is freed with its last copy. */
+static bool free_orphan(tb__flow *flow) {
+    if (!flow->copies.is_orphan || !has_ended_copies(flow))
+        return false;
+    tb__quarantine_end(flow->copies.quarantine);
+    (void)tb__flow_free(flow);
+    return true;
+}
+
 /* A failure of this rank's own ends the leg at once. The leg can't close before `end` has returned. tb__flow_destroy
  * waits for the last line (nops). */
 static void finish_copy_op(copy_op *c, tb_status status) {
@@ -174,12 +188,9 @@ static void finish_copy_op(copy_op *c, tb_status status) {
             tb__flow_close_leg(flow, is_send);
         }
         tb__flow_free_copy_op(c);
-        if (--flow->copies.nops == 0 && flow->copies.is_orphan) {
-            tb__quarantine_end(flow->copies.quarantine);
-            (void)tb__flow_free(flow);
-            return;
-        }
-        tb__flow_release_revoked(flow);
+        flow->copies.nops--;
+        if (!free_orphan(flow))
+            tb__flow_release_revoked(flow);
         return;
     }
     if (status != TB_OK)
@@ -256,6 +267,41 @@ void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send) {
     }
 }
 
+static void on_rehearsed(tb__jobs_run *run) {
+    tb__flow *flow = (tb__flow *)((char *)run - offsetof(tb__flow, copies.rehearsal));
+    flow->copies.is_rehearsing = false;
+    if (free_orphan(flow))
+        return;
+    tb__flow_release_revoked(flow);
+    tb__loop_signal(flow->o.loop);
+}
+
+/* Jobs of groups that are gathered can be prepared only when there are slots. A job that can't be prepared fails the
+ * first transfer. */
+void tb__flow_rehearse(tb__flow *flow) {
+    bool has_started = flow->recv.attempt || tb__flow_last_attempt(flow, false) < tb__flow_started(flow);
+    if (has_started || flow->copies.is_rehearsing || flow->o.gather.slots_nbytes > 0 ||
+        tb__flow_prepare_copies(flow, COPY_DIRECT) != TB_OK)
+        return;
+    flow->copies.rehearsal = (tb__jobs_run){.done = on_rehearsed};
+    flow->copies.is_rehearsing =
+        tb__jobs_rehearse(flow->o.loop, &flow->copies.prepared[COPY_DIRECT].jobs, &flow->copies.rehearsal);
+}
+
+void tb__flow_cancel_rehearsal(tb__flow *flow) {
+    if (flow->copies.is_rehearsing)
+        tb__jobs_cancel(flow->o.loop, &flow->copies.rehearsal);
+}
+
+static bool has_ended_rehearsal(void *arg) {
+    return !((const tb__flow *)arg)->copies.is_rehearsing;
+}
+
+bool tb__flow_end_rehearsal(tb__flow *flow) {
+    tb__flow_cancel_rehearsal(flow);
+    return has_ended_rehearsal(flow) || tb__loop_wait(flow->o.loop, has_ended_rehearsal, flow, tb__now_ms() + STUCK_MS);
+}
+
 void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]) {
     flow->copies.is_stuck = true;
     snprintf(why, TB__WHY_MAX, "a device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use",
@@ -264,10 +310,6 @@ void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]) {
         tb__flow_break(flow, TB_TIMEOUT, why);
     else
         tb__flow_fail_later(flow, TB_TIMEOUT, why);
-}
-
-static bool has_no_copy_ops(void *arg) {
-    return ((const tb__flow *)arg)->copies.nops == 0;
 }
 
 static void quarantine_binding(tb__quarantine *q, const tb_binding *b) {
@@ -291,8 +333,9 @@ static void quarantine_tensors(tb__flow *flow) {
 bool tb__flow_end_copies(tb__flow *flow) {
     for (int is_send = 0; is_send < 2; is_send++)
         tb__flow_cancel_copy_ops(flow, is_send);
+    tb__flow_cancel_rehearsal(flow);
     int64_t stuck_ms = flow->copies.is_stuck ? 0 : tb__now_ms() + STUCK_MS;
-    if (flow->copies.nops == 0 || tb__loop_wait(flow->o.loop, has_no_copy_ops, flow, stuck_ms))
+    if (has_ended_copies(flow) || tb__loop_wait(flow->o.loop, has_ended_copies, flow, stuck_ms))
         return true;
     tb__log(TB_LOG_ERROR, "%s: a device has not finished a copy; the memory that it uses is not given back",
             flow->what);

@@ -246,6 +246,10 @@ static inline bool tb__leg_has_ended(const tb__leg *leg) {
  * that failed before they began it, and do not send it as the next one. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
 
+/* Plans, and tells the readers where the tensors are: what the first send would begin with. A reader that hears of it
+ * before the first receive maps the memory, and fills its page tables in the background. */
+void tb__flow_prepare_send(tb__flow *flow);
+
 /* The receive that has just begun takes the attempt that tb__flow_choose names, and no other. It skips attempts that
  * were superseded, and fails with those that failed otherwise. */
 void tb__flow_await_choice(tb__flow *flow);

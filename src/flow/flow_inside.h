@@ -153,6 +153,8 @@ struct flow_copies {
     bool is_stuck;               /* a device has not finished copies in time: the memory that they use is kept */
     bool is_orphan;              /* the flow is freed when the last copy is done ... */
     tb__quarantine *quarantine;  /* ... and until then its tensors are in use */
+    tb__jobs_run rehearsal;      /* of COPY_DIRECT, before the first receive */
+    bool is_rehearsing;
     tb__stream_point *points[2]; /* by leg (is_send): tensors are read and written after it; NULL: at once (stream.c) */
 };
 
@@ -261,6 +263,11 @@ copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size
 void tb__flow_start_copy_op(copy_op *c);
 void tb__flow_free_copy_op(copy_op *c); /* one that was not started; NULL is allowed */
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
+/* Before the first receive, once it is known what this rank reads: does in the background what the first reads would do
+ * beside copying (tb__run.is_rehearsal). A later receive cancels it. */
+void tb__flow_rehearse(tb__flow *flow);
+void tb__flow_cancel_rehearsal(tb__flow *flow);
+bool tb__flow_end_rehearsal(tb__flow *flow); /* and waits for it. False: a device does not finish */
 /* A device has not finished copies in time: they are not waited for, the memory that they use is kept, and the flow
  * breaks, for the reason that is written to `why`. */
 void tb__flow_give_up_copies(tb__flow *flow, char why[TB__WHY_MAX]);

@@ -48,7 +48,11 @@ bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, 
     const tb__flow_tensor *held = tb__staged_find_held(flow, first, last), *used = held ? held : dst ? dst : src;
     if (used)
         *tensor = used->spec.name;
-    bool is_used = sends || receives || held || (dst && flow->shadow.is_applying) || (used && flow->copies.is_stuck);
+    bool rehearses = (src || dst) && flow->copies.is_rehearsing;
+    if (rehearses)
+        tb__flow_cancel_rehearsal(flow);
+    bool is_used =
+        sends || receives || rehearses || held || (dst && flow->shadow.is_applying) || (used && flow->copies.is_stuck);
     if ((src || dst) && !is_used && !send->is_under_way && !recv->is_under_way && flow->copies.nops == 0)
         tb__flow_release_copies(flow); /* devices may have pinned the memory for them */
     return is_used;
@@ -91,6 +95,8 @@ static const remote_tensor *find_revoked(const member *m) {
 /* The jobs of reads use memory of all senders, and must not run again once some of it is unmapped. So no read is begun
  * until those under way have ended, and the jobs are prepared anew, without the senders that have revoked memory. */
 void tb__flow_release_revoked(tb__flow *flow) {
+    if (flow->direct.is_revoking)
+        tb__flow_cancel_rehearsal(flow);
     if (!flow->direct.is_revoking || tb__flow_is_reading(flow))
         return;
     flow->direct.is_revoking = false;

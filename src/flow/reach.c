@@ -293,6 +293,7 @@ bool tb__flow_try_reach(tb__flow *flow) {
             send_reach(flow, &flow->members[i]);
     }
     flow->setup.is_reached = true;
+    tb__flow_rehearse(flow);
     return true;
 }
 

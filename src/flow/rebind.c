@@ -77,7 +77,7 @@ tb_status tb__flow_check_rebind(tb__flow *flow) {
     if (!flow->setup.is_planned || !has_any_shift(flow))
         return TB_OK;
     if (flow->send.is_under_way || flow->recv.is_under_way || flow->shadow.is_prepared || flow->shadow.is_applying ||
-        flow->copies.nops > 0)
+        flow->copies.nops > 0 || !tb__flow_end_rehearsal(flow))
         return tb__fail(TB_REFUSED, "a transfer of %s still uses them", flow->what);
     TB_TRY(check_invalidated(flow));
     return check_overlaps(flow);

@@ -84,6 +84,7 @@ static tb_status open_transfer(tb__flow *flow) {
         flow->targets.buckets_left += l->is_target ? l->channel->nbuckets : 0;
     }
     TB_TRY(tb__flow_open_groups(flow));
+    tb__flow_cancel_rehearsal(flow);
     tb__flow_open_reads(flow);
     tb__staged_open_recv(flow);
     return clear_padding(flow);

@@ -104,6 +104,22 @@ void tb__jobs_submit(tb__loop *loop, const tb__jobs *jobs, const tb__run *what, 
     }
 }
 
+bool tb__jobs_rehearse(tb__loop *loop, const tb__jobs *jobs, tb__jobs_run *run) {
+    run->left = 0;
+    for (size_t i = 0; i < jobs->count; i++) {
+        if (jobs->item[i].device->ops != &tb__host_device_ops)
+            continue;
+        run->left++;
+        run->item[i].run = run;
+        run->item[i].submitted = (tb__submitted){.device = jobs->item[i].device,
+                                                 .job = jobs->item[i].job,
+                                                 .run = {.is_rehearsal = true},
+                                                 .done = on_job_done};
+        tb__loop_submit(loop, &run->item[i].submitted);
+    }
+    return run->left > 0;
+}
+
 void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__jobs_run *run) {
     run->left = 1;
     run->item[0].run = run;

@@ -40,6 +40,8 @@ struct tb__jobs_run {
 
 /* The arrays that `what` points to must stay until the run is done. There must be at least one job. */
 void tb__jobs_submit(tb__loop *loop, const tb__jobs *jobs, const tb__run *what, tb__jobs_run *run);
+/* Rehearses the host's job (tb__run.is_rehearsal). False: there is none, and `done` is not called. */
+bool tb__jobs_rehearse(tb__loop *loop, const tb__jobs *jobs, tb__jobs_run *run);
 /* Computes a checksum of the bytes, on their device. */
 void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__jobs_run *run);
 static inline uint64_t tb__jobs_sum(const tb__jobs_run *run) {

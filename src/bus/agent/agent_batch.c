@@ -362,6 +362,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .commit = m->commit == TB__SHADOW ? TB_SHADOW : TB_IN_PLACE,
                           .checksum = job->agent->checksum || (m->checksum.is_set && m->checksum.value),
                           .snapshot = m->snapshot,
+                          .sends = m->sends,
                           .ties = m->ties.item,
                           .nties = m->ties.count,
                           .ignored = m->ignored.item,

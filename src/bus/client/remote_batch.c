@@ -336,6 +336,7 @@ static tb_status register_new(remote_batch *b, int timeout_ms) {
                            .ties = {o->nties, o->ties},
                            .ignored = {o->nignored, o->ignored},
                            .snapshot = o->snapshot,
+                           .sends = o->sends,
                            .staged = o->staged,
                            .commit = o->commit == TB_SHADOW ? TB__SHADOW : TB__COMMIT_UNSAID,
                            .checksum = {.is_set = o->checksum, .value = o->checksum}};

@@ -90,6 +90,7 @@ static const tb__field register_tensors[] = {
     FIELD("sides", TEXTS, OPTION, sides, ABOUT("for each of `tensors` this side's group; default: the agent's own, if it has made the pair for that, else the one that it has made it for")),
     FIELD("mark", MAYBE_UINT, OPTION, mark, MAX(UINT32_MAX), ABOUT("the descriptor with a word that is 1 when received data may have been written; default: none")),
     FIELD("mark_offset", UINT, OPTION, mark_offset, MAX(MOST_BYTES), ABOUT("where the word is in that memory")),
+    FIELD("sends", BOOL, OPTION, sends, ABOUT("this side is going to send: prepare for that; default: false")),
 };
 
 static const tb__field transfer[] = {

@@ -98,7 +98,7 @@ typedef struct tb__message {
     uint64_t max_in_flight;     /* 0: 2 */
     tb__ties ties;
     tb__texts ignored;
-    bool snapshot, staged;
+    bool snapshot, staged, sends;
     tb__texts sides;      /* the local groups of the tensors' pairs; none: those that the pairs were made for */
     tb__entries memories; /* of devices: each a device's name and a payload; one without a payload is not used */
 

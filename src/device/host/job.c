@@ -53,7 +53,7 @@ struct tb__host_run {
     tb__job *job; /* NULL: a checksum */
     tb__fence *fence;
     char *src_buffer, *dst_buffer;
-    bool stream, is_cancelled;
+    bool stream, is_cancelled, is_rehearsal;
     job_segment *segments;
     size_t nsegments;
     quant_step *steps; /* by move */
@@ -255,6 +255,10 @@ static tb_status run_with_buffers(const tb__host_run *run, const tb__move *move,
 static void run_move(void *arg, size_t index, int64_t from, int64_t to, int64_t of) {
     tb__host_run *run = arg;
     const tb__move *move = &run->job->moves[index];
+    if (run->is_rehearsal) {
+        tb__move_fill_page_tables(move, tb__move_cut(move, from, to, of));
+        return;
+    }
     if (move->kind != TB__MOVE_COPY) {
         run_step(find_step(run, index), from, to, of);
         return;
@@ -376,7 +380,7 @@ static void add_moves(tb__host_run *run, size_t first, size_t last, int64_t *wri
     run->work.total += costs->ends[last - 1] - begin;
     for (size_t i = first; i < last; i++) {
         *written += tb__move_written(&run->job->moves[i]);
-        if (run->job->moves[i].kind != TB__MOVE_COPY)
+        if (run->job->moves[i].kind != TB__MOVE_COPY && !run->is_rehearsal)
             run->steps[run->nsteps++].move = i;
     }
 }
@@ -483,6 +487,7 @@ tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what
     if (!run)
         return TB_NO_MEMORY;
     run->job = job;
+    run->is_rehearsal = what->is_rehearsal;
     run->src_buffer = what->src_buffer;
     run->dst_buffer = what->dst_buffer;
     run->nafter = what->nafter;

@@ -24,6 +24,9 @@ tb__move_share tb__move_cut(const tb__move *copy, int64_t from, int64_t to, int6
  * calls the kernels' fence at the end. Uses the thread's floating-point environment. */
 void tb__move_run(const tb__move *copy, tb__move_share part, bool stream);
 
+/* Fills the page tables of this process for all memory of the share that has pages; allocates none. */
+void tb__move_fill_page_tables(const tb__move *copy, tb__move_share part);
+
 /* Checks all copies, then does them, split evenly among the threads; returns when all are done. On failure nothing was
  * written. For host memory only; from any thread. */
 tb_status tb__moves_run(const tb__move *copies, size_t n);
