@@ -36,7 +36,9 @@ tb_status tool_client_open(tool_client *c) {
     if (!c->world)
         TB_TRY(tb_world_join(url, NULL, 0, 0, &opts, &c->world));
     TB_TRY(tb_pair_create(c->world, pair_name, remote->group, side->text[TOOL_CUT_COLUMN], &pair, &c->pair));
-    TB_TRY(tb_batch_create(c->world, TOOL_CLIENT_BATCH, &job->batch, &c->batch));
+    tb_batch_opts batch = job->batch;
+    batch.sends = c->end->which == TOOL_SOURCE;
+    TB_TRY(tb_batch_create(c->world, TOOL_CLIENT_BATCH, &batch, &c->batch));
     TB_TRY(add_parts(c));
     return tb_batch_register(c->batch, job->timeout_ms);
 }

@@ -52,7 +52,8 @@ static bool is_known(const char *name, size_t length) {
     }
     return is_called(BENCH_LIMIT, name, length) || is_called(BENCH_REFIT, name, length) ||
            bench_disk_is_line(name, length) || is_called(BENCH_QUANT, name, length) ||
-           is_called(BENCH_BUS, name, length) || is_called(BENCH_RTT, name, length);
+           is_called(BENCH_FIRST, name, length) || is_called(BENCH_BUS, name, length) ||
+           is_called(BENCH_RTT, name, length);
 }
 
 static bool is_of_hosts(const char *name, size_t length) {
@@ -249,6 +250,7 @@ const tool_command tool_bench = {
         "  partial       bf16 Partial(sum) over 4 to Shard(0): 4 reads, 1 write   memcpy's traffic        0.85\n"
         "  refit         200 tensors, experts, pp2 tp2 ep2 to dp4 ep4, 4 to 4     memcpy                  0.80\n"
         "  quant_mxfp8   bf16 to MXFP8 in memory, one process: reads and writes   memcpy's traffic        0.80\n"
+        "  first         the model for the first time, ranks anew in each round    the second time         0.80\n"
         "  bus_model     the model through agents, whose clients have it          without agents          0.95\n"
         "  command_rtt   QueryStatus to an agent and back: us                     bare Unix socket     at most 1.30\n"
         "  reshard_disk  `tensorbus reshard` of 4 times the size, tp4 to tp2      cp                      0.80\n"
@@ -266,8 +268,7 @@ const tool_command tool_bench = {
         "  *_latency     4 KiB, until the sender knows that they have arrived: us  a plain TCP socket\n"
         "  *_row_col     f32 matrix, Shard(0) to Shard(1), 2 to 2 ranks           a plain TCP socket\n"
         "  *_model       a small Llama, Shard(0) over 4 to 2x2 DPxTP              a plain TCP socket\n"
-        "* is a transport: ucx, and shm where both shells are on one machine. Options of the first shell hold for "
-        "both.\n"
+        "* is a transport: ucx, and on one machine shm. Options of the first shell hold for both.\n"
         "\n"
         "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"
@@ -275,8 +276,7 @@ const tool_command tool_bench = {
         "from the moment the sleeping ranks are woken until the last of them is done. The last one is verified,\n"
         "element by element. limit is the fastest of memcpy, `rep movsb` and the library's ways, with 1 to all\n"
         "cores; `of limit` is how fast a line is next to that.\n"
-        "Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
-        "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
+        "Extra memory is the most that all ranks have had beside the tensors. `tensorbus config` lists the\n"
         "settings; the marks are for the defaults, and without --staged or --checksum. reshard_* work in TMPDIR,\n"
         "with files in the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2\n"
         "bytes of each number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same\n"

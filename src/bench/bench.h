@@ -111,12 +111,13 @@ bool bench_find_file(const char *name, char *path, size_t size);
 tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
                             tb__text *said, tb__text *reason);
 
-/* ---- Lines of their own (bench_refit.c, bench_quant.c, bench_bus.c, bench_rtt.c) --------------- */
+/* ---- Lines of their own (bench_refit.c, bench_quant.c, bench_first.c, bench_bus.c, bench_rtt.c) */
 
 #define BENCH_LIMIT "limit"
 #define BENCH_TINY  "tiny"
 #define BENCH_REFIT "refit"
 #define BENCH_QUANT "quant_mxfp8"
+#define BENCH_FIRST "first"
 #define BENCH_BUS   "bus_model"
 #define BENCH_RTT   "command_rtt"
 
@@ -135,6 +136,10 @@ tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, benc
 /* Quantises as much bf16 as a buffer has room for, and copies as many bytes, in every round; checks some thousand
  * blocks in the end. The buffers hold other numbers afterwards. */
 tb_status bench_quant_run(const tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out);
+
+/* Moves a model of `size` bytes for the first time and for the second, in every round. */
+tb_status bench_first_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
+                          bench_round *out);
 
 /* Moves a model of `size` bytes through agents, and without them, in every round. `memory` is where it is: see
  * tool_job; `name` is the line's. */

@@ -339,6 +339,14 @@ static tb_status run_quant(bench *b, bench_other *o) {
     return bench_quant_run(&b->buffers, &o->rounds, &b->guard, o->round);
 }
 
+static tb_status run_first(bench *b, bench_other *o) {
+    o->result.work = "the model for the first time, 4 to 4 ranks";
+    o->result.against = "the second time";
+    o->result.at_least = 0.8;
+    o->result.limit_weight = 1;
+    return bench_first_run(b->size, &b->batch, &o->rounds, &b->guard, o->round);
+}
+
 static tb_status run_bus(bench *b, bench_other *o) {
     o->result.work = "the model through agents, 4 to 4 ranks";
     o->result.against = "without agents";
@@ -497,6 +505,7 @@ static tb_status run_all(bench *b) {
     }
     TB_TRY(bench_run_other(b, BENCH_REFIT, NULL, run_refit));
     TB_TRY(bench_run_other(b, BENCH_QUANT, NULL, run_quant));
+    TB_TRY(bench_run_other(b, BENCH_FIRST, NULL, run_first));
     TB_TRY(bench_run_other(b, BENCH_BUS, NULL, run_bus));
     TB_TRY(bench_run_other(b, BENCH_RTT, NULL, run_rtt));
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {

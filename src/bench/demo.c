@@ -137,6 +137,7 @@ tb_status demo_move_version(demo *d) {
 
 static tb_status move_versions(demo *d) {
     TB_TRY(demo_do(d, TOOL_ALLOCATE, NULL));
+    TB_TRY(demo_do(d, TOOL_PREPARE, NULL)); /* a program's tensors have values when they are registered */
     TB_TRY(tool_job_connect(&d->job, d->ranks));
     while (d->nmoved < DEMO_NVERSIONS)
         TB_TRY(demo_move_version(d));

@@ -87,6 +87,7 @@ static tb_status lose_agent(demo *d) {
 
 static tb_status move_versions(demo *d) {
     TB_TRY(demo_do(d, TOOL_ALLOCATE, NULL));
+    TB_TRY(demo_do(d, TOOL_PREPARE, NULL)); /* a program's tensors have values when they are registered */
     TB_TRY(demo_do(d, TOOL_CONNECT, NULL));
     while (d->nmoved < DEMO_NVERSIONS) {
         if (d->nmoved + 1 == DEMO_KILLED)

@@ -84,7 +84,9 @@ static tb_status connect_ends(tool_mover *mover) {
         TB_TRY(i == 0 ? tb_world_join(store, side->group, seat, side->nranks, &opts, &mover->world)
                       : tb_world_enter(mover->world, side->group, seat, side->nranks));
     }
-    TB_TRY(tb_batch_create(mover->world, "tensors", &job->batch, &mover->batch));
+    tb_batch_opts batch = job->batch;
+    batch.sends = mover->end[0].which == TOOL_SOURCE;
+    TB_TRY(tb_batch_create(mover->world, "tensors", &batch, &mover->batch));
     for (int i = 0; i < mover->nends; i++)
         TB_TRY(open_end(mover, i));
     return tb_batch_register(mover->batch, 0);
