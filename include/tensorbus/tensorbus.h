@@ -710,7 +710,7 @@ TB_API tb_status tb_transfer_query(const tb_transfer *transfer, tb_transfer_stat
 TB_API tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pair, tb_transfer_state *out);
 
 /* Readable when an event or a failure has happened that no wait or query has returned yet. Valid until the transfer is
- * destroyed. */
+ * destroyed. -1, with tb_error_detail, if the process can't have another descriptor. */
 TB_API int tb_transfer_fd(const tb_transfer *transfer);
 
 /* Ends the transfer with TB_CANCELLED, here and at its peers. When this returns, its tensors are not read or written

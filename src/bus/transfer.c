@@ -3,13 +3,14 @@
 
 #include "base/descriptors.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 
 static void signal_waiters(tb_transfer *t) {
-    eventfd_write(t->event, 1);
+    t->has_news = true;
+    if (t->event >= 0)
+        eventfd_write(t->event, 1);
     tb__loop_signal(t->batch->world->loop);
 }
 
@@ -386,9 +387,6 @@ tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts 
         return tb__fail(TB_INVALID, "hold is for receiving with TB_SHADOW");
     int64_t deadline_ms = tb__world_deadline(batch->world, o.timeout_ms);
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
-    int event = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (event < 0)
-        return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     tb__stream_point *point = NULL;
     tb_status status = o.stream ? tb__batch_record_stream(batch, o.stream, &point) : TB_OK;
     tb__loop_lock(batch->world->loop);
@@ -408,13 +406,12 @@ tb_status tb__local_begin(tb_batch *batch, bool is_send, const tb_transfer_opts 
         t->phases.now = TB_PHASE_WAIT;
         t->deadline_ms = t->task.deadline_ms = deadline_ms;
         t->task.step = step_transfer;
-        t->event = event;
+        t->event = -1;
         status = begin_parts(batch, is_send, point, t);
     }
     tb__stream_point_put(point);
     tb__loop_unlock(batch->world->loop);
     if (status != TB_OK || !t) {
-        tb__fd_close(event);
         if (t)
             free_transfer(t);
         return status == TB_OK ? TB_NO_MEMORY : status;

@@ -38,7 +38,8 @@ struct tb_transfer {
     int64_t deadline_ms;
     double begun, ended;
     tb__phases phases;
-    int event; /* an eventfd, readable when the state has changed */
+    bool has_news; /* the state has changed since it was last told */
+    int event;     /* an eventfd, readable while it has; -1: nobody has asked for it */
     tb_transfer_opts opts;
     int64_t told;         /* bytes_done at the last call of the progress function */
     size_t nended;        /* legs */

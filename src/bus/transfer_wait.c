@@ -1,6 +1,9 @@
 /* The state of a transfer, and waiting for it. */
 #include "bus/transfer_inside.h"
 
+#include "base/descriptors.h"
+
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -54,14 +57,16 @@ unsigned tb__part_events(const tb_transfer *t, const tb__transfer_part *p) {
            (p->engine && p->engine->commit.holds && p->engine->commit.is_decided ? TB_DECIDED : 0U);
 }
 
-static void clear_news(const tb_transfer *t) {
+static void clear_news(tb_transfer *t) {
     eventfd_t unused;
-    eventfd_read(t->event, &unused);
+    if (t->has_news && t->event >= 0)
+        eventfd_read(t->event, &unused);
+    t->has_news = false;
 }
 
 tb_status tb__local_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
     tb__transfer_get_state(t, out);
-    clear_news(t);
+    clear_news((tb_transfer *)(uintptr_t)t); // NOLINT(performance-no-int-to-ptr)
     if (t->status != TB_OK)
         tb__set_detail("%s", t->why);
     return TB_OK;
@@ -93,7 +98,16 @@ tb_status tb__local_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_
     return TB_OK;
 }
 
-int tb__local_transfer_fd(const tb_transfer *t) {
+/* Most programs wait by tb_wait. */
+int tb__local_transfer_fd(const tb_transfer *transfer) {
+    tb_transfer *t = (tb_transfer *)(uintptr_t)transfer; // NOLINT(performance-no-int-to-ptr)
+    tb__loop_lock(t->batch->world->loop);
+    if (t->event < 0) {
+        t->event = tb__fd_own(eventfd(t->has_news, EFD_CLOEXEC | EFD_NONBLOCK));
+        if (t->event < 0)
+            tb__set_detail("eventfd: %s", tb__errno_text(errno));
+    }
+    tb__loop_unlock(t->batch->world->loop);
     return t->event;
 }
 
