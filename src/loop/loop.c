@@ -59,7 +59,9 @@ void tb__loop_signal(tb__loop *loop) {
 }
 
 static void poke_driver(tb__loop *loop) {
-    eventfd_write(loop->wake, 1);
+    if (!loop->is_poked)
+        eventfd_write(loop->wake, 1);
+    loop->is_poked = true;
 }
 
 void tb__loop_wake(tb__loop *loop) {
@@ -165,16 +167,16 @@ static bool step_loop(tb__loop *loop) {
     return did || loop->step_again;
 }
 
+/* A timer that expires too early, for a task that is gone or has more time now, is left alone: most tasks end long
+ * before their deadlines. It is set again when it has expired. */
 static void set_timer(tb__loop *loop) {
     int64_t deadline = INT64_MAX;
     for (const tb__task *task = loop->tasks; task; task = task->next)
         deadline = task->deadline_ms < deadline ? task->deadline_ms : deadline;
-    if (deadline == loop->timer_ms)
+    if (deadline >= loop->timer_ms)
         return;
     loop->timer_ms = deadline;
-    struct itimerspec when = {0}; /* never */
-    if (deadline != INT64_MAX)
-        when.it_value = tb__time_of_ms(deadline > 0 ? deadline : 1);
+    struct itimerspec when = {.it_value = tb__time_of_ms(deadline > 0 ? deadline : 1)};
     timerfd_settime(loop->timer, TFD_TIMER_ABSTIME, &when, NULL);
 }
 
@@ -200,9 +202,11 @@ static void wait_for_events(tb__loop *loop, int timeout_ms) {
 static void clear_wakeups(tb__loop *loop) {
     eventfd_t unused;
     uint64_t expirations;
-    eventfd_read(loop->wake, &unused);
-    if (read(loop->timer, &expirations, sizeof expirations) == sizeof expirations)
-        loop->timer_ms = INT64_MAX - 1; /* to be set again */
+    if (loop->is_poked)
+        eventfd_read(loop->wake, &unused);
+    loop->is_poked = false;
+    if (loop->timer_ms <= tb__now_ms() && read(loop->timer, &expirations, sizeof expirations) == sizeof expirations)
+        loop->timer_ms = INT64_MAX;
 }
 
 static void *run_driver(void *arg) {

@@ -25,7 +25,8 @@ struct tb__loop {
     bool step_again;
     int spin_us;
     int epoll, wake, timer;
-    int64_t timer_ms; /* what the timer is set to */
+    bool is_poked;    /* `wake` is readable */
+    int64_t timer_ms; /* when the timer expires; INT64_MAX: it is not set */
     char host[TB__CONTACT_PREFIX];
     int64_t begun;                               /* in seconds since 1970 */
     tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */

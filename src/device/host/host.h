@@ -33,6 +33,7 @@ typedef struct tb__host_device {
     struct tb__host_runs running;
     pthread_mutex_t lock;       /* guards what follows, which any thread changes */
     struct tb__host_runs ended; /* all pieces are done, but not the fence */
+    bool is_woken;              /* `wake` is readable */
 } tb__host_device;
 
 tb_status tb__host_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);

@@ -309,8 +309,10 @@ static void on_work_done(tb__work *work) {
     tb__host_device *device = run->device;
     pthread_mutex_lock(&device->lock);
     TAILQ_INSERT_TAIL(&device->ended, run, ended_link);
-    if (progressing != device)
+    if (progressing != device && !device->is_woken) {
         eventfd_write(device->wake, 1); /* with the lock: once the run is taken, the device may be closed */
+        device->is_woken = true;
+    }
     pthread_mutex_unlock(&device->lock);
 }
 
@@ -558,8 +560,9 @@ static bool complete_ended_runs(tb__host_device *device) {
         eventfd_t unused;
         if (run)
             TAILQ_REMOVE(&device->ended, run, ended_link);
-        else
+        else if (device->is_woken)
             eventfd_read(device->wake, &unused); /* with the lock: it is readable only if a run has ended */
+        device->is_woken &= run != NULL;
         pthread_mutex_unlock(&device->lock);
         if (!run)
             return did;

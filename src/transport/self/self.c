@@ -28,6 +28,7 @@ typedef struct sent_fds {
 typedef struct self {
     tb_transport_env env;
     int event; /* readable while something is ready */
+    bool is_readable;
     tb__match sends, receives;
     posted *ready, **ready_end;
     TB_VEC(struct tb_mem *) memory; /* by id; NULL: unregistered */
@@ -230,7 +231,9 @@ static void make_ready(self *s, posted *p) {
     p->next_ready = NULL;
     *s->ready_end = p;
     s->ready_end = &p->next_ready;
-    eventfd_write(s->event, 1);
+    if (!s->is_readable)
+        eventfd_write(s->event, 1);
+    s->is_readable = true;
 }
 
 static tb_status self_post(void *context, tb_op *op) {
@@ -274,7 +277,9 @@ static void deliver(posted *p) {
 static tb_status self_progress(void *context) {
     self *s = context;
     eventfd_t unused;
-    eventfd_read(s->event, &unused);
+    if (s->is_readable)
+        eventfd_read(s->event, &unused);
+    s->is_readable = false;
     while (s->ready) {
         posted *p = s->ready;
         s->ready = p->next_ready;
