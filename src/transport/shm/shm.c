@@ -36,13 +36,24 @@ void *shm_map_fd(int fd, size_t nbytes) {
     return map;
 }
 
+static void wake_always(shm *s) {
+    if (!s->is_woken)
+        eventfd_write(s->wake, 1);
+    s->is_woken = true;
+}
+
+void shm_wake(shm *s) {
+    if (!s->is_progressing)
+        wake_always(s);
+}
+
 void shm_finish(shm *s, shm_posted *p, tb_status status) {
     p->op->status = status;
     if (status == TB_LOST && !*p->op->why)
         snprintf(p->op->why, sizeof p->op->why, "%s", p->peer->why);
     p->state = SHM_FINISHED;
     tb__waiters_add(&s->finished, &p->waiter);
-    eventfd_write(s->wake, 1);
+    shm_wake(s);
 }
 
 static void complete_finished(shm *s) {
@@ -337,7 +348,7 @@ static void shm_disconnect(void *context, int32_t rank, const char *why) {
     snprintf(peer->why, sizeof peer->why, "%s",
              why); /* the caller may be in a callback of its links, so the peer is lost later */
     peer->is_ending = true;
-    eventfd_write(s->wake, 1);
+    wake_always(s);
 }
 
 static void end_disconnected(shm *s) {
@@ -507,6 +518,7 @@ static void on_event(shm *s, const struct epoll_event *event) {
         break;
     case WATCH_WAKE:
         eventfd_read(s->wake, &unused);
+        s->is_woken = false;
         break;
     case WATCH_RETRY:
         shm_retry(s);
@@ -529,13 +541,15 @@ static void on_event(shm *s, const struct epoll_event *event) {
 static tb_status shm_progress(void *context) {
     shm *s = context;
     struct epoll_event event; /* one at a time: handling one may close the descriptor of another */
+    s->is_progressing = true;
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
     end_disconnected(s);
     bool more = shm_read_slices(s);
+    s->is_progressing = false; /* those that hear of the end of an operation may begin others */
     complete_finished(s);
     if (more)
-        eventfd_write(s->wake, 1);
+        shm_wake(s);
     return TB_OK;
 }
 

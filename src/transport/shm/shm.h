@@ -216,6 +216,8 @@ struct shm {
     tb_transport_env env;
     shm_watch_kind listen_watch, wake_watch, retry_watch; /* epoll's data */
     int epoll, listener, wake;
+    bool is_woken;           /* `wake` is readable */
+    bool is_progressing;     /* progress has yet to read slices and to complete what has finished */
     int retry;               /* timer of shm_retry, after a shortage of descriptors */
     bool is_accept_paused;   /* until then */
     int64_t warn_again_ms;   /* when a shortage may be logged again */
@@ -333,6 +335,7 @@ void shm_lose(shm *s, shm_peer *peer, const char *why);
 void shm_free_retired(shm *s, shm_peer *peer); /* if it is retired; its last remote was released */
 void shm_free_link(shm *s, shm_link *link);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* completed in the next progress */
+void shm_wake(shm *s); /* there is something to read or to complete: progress has to be called, unless it is running */
 void *shm_map_fd(int fd, size_t nbytes);
 
 #endif

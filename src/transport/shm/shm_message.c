@@ -8,7 +8,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -248,7 +247,7 @@ static bool on_long(shm *s, shm_peer *peer, const shm_frame *frame, const unsign
     s->nreading += !p->by_ring;
     tb__waiters_add(&peer->receiving, &p->waiter);
     if (!p->by_ring)
-        eventfd_write(s->wake, 1);
+        shm_wake(s);
     return true;
 }
 
