@@ -29,7 +29,11 @@ void tb__loop_lock(tb__loop *loop) {
 }
 
 void tb__loop_unlock(tb__loop *loop) {
+    bool has_news = loop->has_news;
+    loop->has_news = false;
     pthread_mutex_unlock(&loop->lock);
+    if (has_news)
+        pthread_cond_broadcast(&loop->changed);
 }
 
 /* Uses CLOCK_REALTIME, because ThreadSanitizer does not intercept pthread_mutex_clocklock. */
@@ -54,8 +58,12 @@ bool tb__loop_was_unlocked(tb__loop *loop) {
     return was_unlocked;
 }
 
+/* Threads that the driver woke at once would wait for its lock, and be woken once more. */
 void tb__loop_signal(tb__loop *loop) {
-    pthread_cond_broadcast(&loop->changed);
+    if (tb__loop_is_driver(loop))
+        loop->has_news = true;
+    else
+        pthread_cond_broadcast(&loop->changed);
 }
 
 static void poke_driver(tb__loop *loop) {
@@ -128,7 +136,7 @@ static bool progress_devices(tb__loop *loop) {
     if (ndevices == 0)
         return false;
     begin_submitted(loop);
-    pthread_mutex_unlock(&loop->lock);
+    tb__loop_unlock(loop);
     for (size_t i = 0; i < ndevices; i++)
         did |= loop->devices[i]->ops->progress(loop->devices[i]);
     pthread_mutex_lock(&loop->lock);
@@ -185,7 +193,7 @@ static void set_timer(tb__loop *loop) {
 static void wait_for_events(tb__loop *loop, int timeout_ms) {
     set_timer(loop);
     int spin_us = loop->tasks ? loop->spin_us : 0;
-    pthread_mutex_unlock(&loop->lock);
+    tb__loop_unlock(loop);
     struct epoll_event event;
     int n = 0;
     if (spin_us > 0) {
@@ -218,7 +226,7 @@ static void *run_driver(void *arg) {
         if (!step_loop(loop) && !loop->stopping)
             wait_for_events(loop, -1);
     }
-    pthread_mutex_unlock(&loop->lock);
+    tb__loop_unlock(loop);
     return NULL;
 }
 

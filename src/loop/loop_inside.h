@@ -25,6 +25,7 @@ struct tb__loop {
     bool step_again;
     int spin_us;
     int epoll, wake, timer;
+    bool has_news;    /* `changed` is to be signalled when the lock is released */
     bool is_poked;    /* `wake` is readable */
     int64_t timer_ms; /* when the timer expires; INT64_MAX: it is not set */
     char host[TB__CONTACT_PREFIX];
