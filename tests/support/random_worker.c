@@ -463,6 +463,7 @@ static void run_pass(worker *w, int pass) {
     opts.snapshot = rng_range(&w->own, 0, 3) == 0;
     opts.commit = rng_range(&w->common, 0, 2) == 0 ? TB_SHADOW : TB_IN_PLACE;
     opts.checksum = rng_range(&w->own, 0, 3 * w->pool->nworkers) == 0;
+    opts.sends = rng_range(&w->own, 0, 1);
     w->opts = opts;
     at(w, "makes the batch");
     must(w, tb_batch_create(w->world, "batch", &opts, &w->batch));
