@@ -421,10 +421,10 @@ typedef struct tb_batch_opts {
     bool checksum; /* every bucket is sent with a checksum, which the receiver compares before it unpacks the bucket;
                     * nothing is read in place then. Copies within a rank, and conversions at either end, are not
                     * covered. If any rank of either side sets it, it holds for all */
-    bool sends;    /* this side is going to send: after the registration both sides prepare for that, in the background.
-                    * They plan, map memory, fill page tables, and allocate what `snapshot` and TB_SHADOW take; no
-                    * memory is allocated for tensors. Else the first transfer does it, and takes longer than later ones.
-                    * Set it on all ranks of the side */
+    bool sends; /* this side is going to send: when the batch is registered, both sides plan, map memory, and allocate
+                 * what `snapshot` and TB_SHADOW take; afterwards page tables are filled in the background. No memory
+                 * is allocated for tensors. Else the first transfer does it all, and takes longer than later ones.
+                 * Set it on all ranks of the side */
 } tb_batch_opts;
 
 typedef struct tb_tensor {

@@ -284,8 +284,8 @@ class Bus(Handle):
 
         ``commit`` is "in_place" or "shadow": what arrives lands in the tensors, or beside them until all ranks of the
         group have all of theirs. ``ties`` maps names of tied weights to canonical ones, ``ignored`` has patterns of
-        names that may be on one side only. ``sends`` says that this side is going to send, so that registration prepares
-        for it, in the background, and the first transfer takes no longer than later ones. The other options are those of ``tb_batch_opts``; 0 is their default.
+        names that may be on one side only. ``sends`` says that this side is going to send: then registration prepares the
+        first transfer, which otherwise takes longer than later ones. The other options are those of ``tb_batch_opts``; 0 is their default.
         """
         ties = _values.mapping("ties", ties)
         for names in ties.items():
