@@ -134,9 +134,34 @@ def check_ranks(ranks: Any) -> None:
         _values.integer("a seat of ranks", seat, 0, TB_MAX_RANKS - 1)
 
 
+def own_ranks(mesh: Any) -> list[int]:
+    """The row-major ranks of a DeviceMesh. Refuses one in whose order torch does not put the parts of tensors.
+
+    A part belongs to a coordinate of the mesh. But the process groups of a mesh have their ranks in ascending order,
+    unless the program asks torch for the mesh's, and collectives go by that order: on a mesh of ranks 1 and 0,
+    distribute_tensor and FSDP give rank 0 the first part, and redistribute and torch.distributed.checkpoint the second.
+    """
+    numbers: list[int] = mesh.mesh.flatten().tolist()
+    if numbers == sorted(numbers):
+        return numbers
+    coordinate = mesh.get_coordinate() if hasattr(mesh, "get_coordinate") else None
+    for dim, at in enumerate(coordinate or ()):
+        try:
+            place = mesh.get_local_rank(dim)
+        except RuntimeError:  # it has no process groups
+            break
+        if place != at:
+            raise Refused(
+                f"this rank is number {at} of the device mesh {mesh.mesh.tolist()} along dim {dim}, and number {place} "
+                "of the process group there, which PyTorch has sorted; its functions do not agree on which part of a "
+                "tensor that is: make a mesh whose ranks ascend along each dim"
+            )
+    return numbers
+
+
 def mesh_ranks(mesh: Any, ranks: RankMap | None = None) -> list[int]:
     """The row-major ranks of a DeviceMesh, as seats of the group."""
-    return _seats(mesh.mesh.flatten().tolist(), ranks)
+    return _seats(own_ranks(mesh), ranks)
 
 
 def _seats(numbers: list[int], ranks: RankMap | None) -> list[int]:
@@ -179,7 +204,7 @@ class Replicate:
 
 def spec_layout(spec: Any, ranks: RankMap | None = None, within: Sequence[Any] = ()) -> str:
     """The layout that a DTensorSpec says. In a sub-mesh of one ``within``, those beside it have the same tensor."""
-    shape, numbers = tuple(spec.mesh.mesh.shape), spec.mesh.mesh.flatten().tolist()
+    shape, numbers = tuple(spec.mesh.mesh.shape), own_ranks(spec.mesh)
     placements, order = tuple(spec.placements), getattr(spec, "shard_order", None)
     found = (copies(tuple(w.mesh.shape), w.mesh.flatten().tolist(), numbers) for w in within)
     meshes = next(filter(None, found), [numbers])

@@ -9,10 +9,15 @@ from typing import Any
 
 import cases
 import jobs
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+import tensorbus as tb
+from tensorbus import _dtensor
+from tensorbus.etha.comm import get_m2m_map
 
 SEED = int(os.environ.get("TB_SEED", "1"))
 NCASES = int(os.environ.get("TB_CASES", "320"))
@@ -100,3 +105,22 @@ def test_random_layouts(tmp_path: Path) -> None:
     print(found["trainer"][0], found["engine"][0])
     assert found["engine"][0]["cases"] == NCASES
     assert min(found["trainer"][0].values()) > NCASES // 20
+
+
+def descend(seat: jobs.Seat) -> None:
+    mesh, numbers = DeviceMesh("cpu", torch.tensor([1, 0])), torch.arange(4)
+    scattered = distribute_tensor(numbers, mesh, (Shard(0),))
+    whole = DTensor.from_local(numbers, mesh, (Replicate(),), run_check=False)
+    by_coordinate = whole.redistribute(mesh, (Shard(0),)).to_local()
+    assert by_coordinate.tolist() == [[2, 3], [0, 1]][seat.index]
+    if torch.equal(scattered.to_local(), by_coordinate):  # a later torch, whose process groups have the mesh's order
+        assert _dtensor.spec_layout(scattered._spec) == "mesh=2 place=Shard(0) ranks=1,0"
+        return
+    with pytest.raises(tb.Refused, match=rf"number {1 - seat.index} of the device mesh \[1, 0\] along dim 0"):
+        _dtensor.spec_layout(scattered._spec)
+    with pytest.raises(tb.Refused, match="ranks ascend"):
+        get_m2m_map(mesh, (Shard(0),), mesh, (Replicate(),))
+
+
+def test_mesh_whose_order_torch_does_not_keep(tmp_path: Path) -> None:
+    jobs.run_forked(tmp_path, __file__, 2, "descend")

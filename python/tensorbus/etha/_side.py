@@ -88,7 +88,7 @@ class Side:
 
     def seats_of(self, mesh: Any) -> list[int]:
         """The seats of a DeviceMesh, row-major: by the program's ranks, or, if those are others, by their order."""
-        ranks = mesh.mesh.flatten().tolist()
+        ranks = _dtensor.own_ranks(mesh)
         if len(ranks) > self.size:
             raise ValueError(f"the mesh has {len(ranks)} ranks, and '{self.name}' {self.size}")
         if all(rank in self._by_program for rank in ranks):

@@ -28,14 +28,14 @@ _STAGING_BYTES = 64 << 20
 _MOST_BUCKET_BYTES = 16 << 20
 
 
-def _layout(ranks: torch.Tensor, placements: Sequence[Placement]) -> tb.Layout:
-    return tb.layout(_dtensor.layout_text(tuple(ranks.shape), ranks.flatten().tolist(), tuple(placements)))
+def _layout(mesh: DeviceMesh, placements: Sequence[Placement]) -> tb.Layout:
+    return tb.layout(_dtensor.layout_text(mesh.shape, _dtensor.own_ranks(mesh), tuple(placements)))
 
 
-def _cuts(ranks: torch.Tensor, placements: Sequence[Placement], ndim: int) -> list[int]:
+def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> list[int]:
     """Into how many parts each dim is cut."""
     parts = [1] * ndim
-    for size, placement in zip(ranks.shape, placements, strict=True):
+    for size, placement in zip(mesh.shape, placements, strict=True):
         dim = getattr(placement, "dim", None)
         if dim is not None:
             parts[dim] *= size
@@ -53,12 +53,12 @@ def get_m2m_map(
     """The map from one mesh to another. No rank waits for another; ``group`` and ``device`` are not used."""
     dims = [getattr(placement, "dim", 0) for placement in (*source_placements, *target_placements)]
     ndim = max(dims, default=0) + 1
-    sources, targets = source_mesh.mesh, target_mesh.mesh  # a DeviceMesh makes them each time
-    source, target = _cuts(sources, source_placements, ndim), _cuts(targets, target_placements, ndim)
+    source = _cuts(source_mesh, source_placements, ndim)
+    target = _cuts(target_mesh, target_placements, ndim)
     grid = tuple(math.lcm(a, b) for a, b in zip(source, target, strict=True))
     return M2MMap(
-        source=_layout(sources, source_placements),
-        target=_layout(targets, target_placements),
+        source=_layout(source_mesh, source_placements),
+        target=_layout(target_mesh, target_placements),
         grid=grid,
         source_num_slicers=[n // a for n, a in zip(grid, source, strict=True)],
         target_num_slicers=[n // b for n, b in zip(grid, target, strict=True)],
