@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,14 @@ def _numpy_code(name: str) -> str:
     return name[0] + str(int(name[1:]) // 8) if name[1:].isdigit() else "u1"
 
 
+_live: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # by address
+
+
+def begins_at(address: int) -> bool:
+    """Whether memory of ``tb.empty`` begins there."""
+    return address in _live
+
+
 class Memory:
     """A tensor in memory that other processes of this machine read in place; made by ``tb.empty``.
 
@@ -57,6 +66,7 @@ class Memory:
         self._address = ctypes.c_void_p()
         where = "host" if self.device == "cpu" else self.device
         lib.tb_alloc_on(_values.text("device", where), self.nbytes, ctypes.byref(self._address))
+        _live[self._address.value or 0] = self
 
     @property
     def dtype(self) -> str:

@@ -325,17 +325,24 @@ def _replicated(mesh: Any, ranks: _dtensor.RankMap | None) -> str:
 # ---- Shared memory --------------------------------------------------------------------------------------------------
 
 
-def share(module: Any) -> Any:
-    """Moves a module's parameters and buffers that are in CPU memory to memory that peers read in place.
+def share(what: Any) -> Any:
+    """Moves CPU memory of a module's parameters and buffers, or of a tensor, to memory that peers read in place.
 
     The tensors stay what they are, and those that shared a storage, or were tied, still do: only the memory behind them
-    changes. Views that the program has made of them keep the old memory, and gradients stay where they are. Returns the
-    module.
+    changes. Views that the program has made of a module's tensors keep the old memory; those of a tensor go with it.
+    Gradients stay where they are. Returns the module or tensor.
     """
     torch = _torch.loaded()
-    if torch is None or not isinstance(module, torch.nn.Module):
-        raise Invalid(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    children = _children(module)
+    if torch is not None and isinstance(what, torch.Tensor):
+        if not share_storage(what):
+            raise Refused(
+                "the tensor's memory can't be moved: it is not resizable CPU memory of PyTorch, as that of NumPy's "
+                "arrays and of torch.multiprocessing is not, or PyTorch is older than 2.12"
+            )
+        return what
+    if torch is None or not isinstance(what, torch.nn.Module):
+        raise Invalid(f"there are torch.nn.Module and torch.Tensor to share, not {type(what).__name__}")
+    children = _children(what)
     tensors = [_torch.local_part(owner[key]) for owner, key, _ in _list(children, buffers=True)]
     for _, _, group in _fsdp_groups(children):  # what FSDP gathers from: the shards with their padding
         tensors += [p._sharded_param_data for p in group.fsdp_params]
@@ -345,10 +352,30 @@ def share(module: Any) -> Any:
         if tensor.device.type != "cpu" or storage.nbytes() == 0:
             continue
         if storage.data_ptr() not in shared:
-            new = _memory.empty((storage.nbytes(),), "u8").torch().untyped_storage()
-            new.copy_(storage)
+            new = _copy_storage(storage)
             shared[storage.data_ptr()] = new
             shared[new.data_ptr()] = new  # one that was moved already
         moved = torch.empty(0, dtype=tensor.dtype)
         tensor.data = moved.set_(shared[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride())
-    return module
+    return what
+
+
+def _copy_storage(storage: Any) -> Any:
+    """A storage with the same bytes, in memory that peers read in place."""
+    new = _memory.empty((storage.nbytes(),), "u8").torch().untyped_storage()
+    return new.copy_(storage)
+
+
+def share_storage(tensor: Any) -> bool:
+    """Whether peers can map the tensor's storage, which is moved for that, with all tensors that have it, if it can be.
+
+    Memory that is not only PyTorch's stays where it is.
+    """
+    storage = _torch.local_part(tensor).untyped_storage()
+    if storage.nbytes() == 0 or _memory.begins_at(storage.data_ptr()):
+        return True
+    is_own = storage.device.type == "cpu" and storage.resizable() and not storage.is_shared()
+    if not is_own or storage.is_pinned() or not hasattr(storage, "_swap_data_ptr_"):
+        return False
+    storage._swap_data_ptr_(_copy_storage(storage))
+    return True

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from tensorbus import etha
+from tensorbus import _memory, etha
 
 _fork = multiprocessing.get_context("fork")
 PATIENCE_S = 60.0
@@ -106,7 +106,10 @@ def move(
     size, its_mesh, placements = side
     names = ("trainer", "engine") if sends else ("engine", "trainer")
     client.init_pair("p", *names, size, device_mesh=its_mesh, placements=placements)
+    views = [t.view(-1) for t in tensors]
     handler = client.register_tensors("step", [(t, "p") for t in tensors])
+    assert all(_memory.begins_at(v.untyped_storage().data_ptr()) for v in views)  # agents map it
+    assert [v.data_ptr() for v in views] == [t.data_ptr() for t in tensors]
     assert (handler.batch_id, handler.pair_names, handler.client) == ("step", ["p"], client)
     wanted = [t.clone() for t in tensors]
     for version in range(rounds):

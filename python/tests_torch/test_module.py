@@ -340,7 +340,25 @@ def test_share_keeps_tensors_and_ties() -> None:
     parameter.data[2] = 7
     assert torch.equal(module.part.data, torch.full((4,), 7.0))
     with pytest.raises(tb.Invalid, match=r"torch\.nn\.Module"):
-        tb.share(torch.zeros(3))
+        tb.share([module])
+
+
+def test_share_moves_a_tensor_with_its_views() -> None:
+    whole = torch.arange(12.0)
+    view, parameter, address = whole[3:5], nn.Parameter(whole.view(3, 4)), whole.data_ptr()
+    assert tb.share(parameter) is parameter
+    assert whole.data_ptr() != address
+    whole += 1
+    assert (view.tolist(), parameter[0, 3].item()) == ([4.0, 5.0], 4.0)
+    address = whole.data_ptr()
+    assert tb.share(whole[2:]).data_ptr() == address + 8  # it was there already
+    array = torch.zeros(4)
+    kept = array.numpy()
+    for other in (array, torch.from_numpy(kept), torch.zeros(4).share_memory_()):
+        with pytest.raises(tb.Refused, match="can't be moved"):
+            tb.share(other)
+    array += 1
+    assert kept.tolist() == [1.0] * 4
 
 
 def test_shared_memory_is_read_in_place(tmp_path: Path) -> None:

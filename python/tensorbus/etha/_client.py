@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorbus as tb
 
-from .. import _torch
+from .. import _module, _torch
 from .._handle import Deadline
 from ._agent import GROUP
 from ._side import Parts, Side, left
@@ -249,7 +249,8 @@ class TensorBusClient:
         """Registers this rank's parts, each with the name of its pair, and waits until both sides have.
 
         Within a pair, the n-th tensor of one side is the n-th of the other. Global shapes follow from those of all
-        parts. Dtypes may differ: what is sent is cast. The memory is used until the batch is closed.
+        parts. Dtypes may differ: what is sent is cast. The memory is used until the batch is closed. Storages on the
+        CPU are moved to memory that the agents map, and views go with them, as in Etha.
         """
         if not tensors:
             raise ValueError("tensors list cannot be empty")
@@ -258,6 +259,7 @@ class TensorBusClient:
         for tensor, pair_name in tensors:
             if pair_name not in self._pairs:
                 raise ValueError(f"batch '{batch_id}' has a tensor of pair '{pair_name}', which was not initialised")
+            _module.share_storage(tensor)
             by_pair.setdefault(pair_name, []).append(_torch.local_part(tensor).detach())
         with _translated():
             # In one order on both sides: each of these waits for the other.
