@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import tensorbus as tb
 import tensorbus.megatron as tm
-from tensorbus.megatron import _types
+from tensorbus.megatron import _refit, _types
 
 if _types.HAS_MEGATRON:
     import megatron_models as models
@@ -374,13 +374,15 @@ def _swaps(seat: jobs.Seat) -> None:
                     assert len(models.differing(target, version, tied)) == len(models.tensors(target)) > 8, name
                     if how == "swap":
                         their_refit.swap_model_weights([source], [target], refit_method=service)
-                    else:
+                    elif version == 1:
                         tm.refit([source], [target], timeout=30.0)
+                    else:
+                        tm.swap_model_weights([source], [target], "gloo")
                     assert models.differing(target, version, tied) == [], (name, how, version)
                     assert models.differing(source, version, tied) == [], (name, how, version)
-            their_refit.clear_all_caches()
+            assert len(_refit._refits) == 1
             dist.barrier()
-            tm.clear_refits()
+            tm.clear_all_caches()
     service.close()
 
 
@@ -514,6 +516,33 @@ def _apart(seat: jobs.Seat) -> None:
 @needs_megatron
 def test_models_apart_and_mxfp8_and_a_rank_that_dies(tmp_path: Path) -> None:
     jobs.run_forked(tmp_path, __file__, 6, "_apart")
+
+
+def _pools(seat: jobs.Seat) -> None:
+    """Source on rank 0; targets on rank 1, and on ranks 2 and 3, that are refitted by one call."""
+    with models.without_gpu():
+        groups = [models.groups(size, 1, 1, size, first=first) for first, size in ((0, 1), (1, 1), (2, 2))]
+        model = models.model(groups[min(seat.index, 2)])
+        source, target = (model, None) if seat.index == 0 else (None, model)
+        pools = {"num_dst_pools": 2, "dst_pool_index": int(seat.index > 1)}
+        for version in 1, 2:
+            if source is not None:
+                models.fill(source, version)
+            tm.swap_model_weights(source, target, "nccl", **pools)
+            assert models.differing(model, version) == [], version
+        tm.clear_all_caches()
+        both = source, target if seat.index > 1 else None
+        tm.prepare_swap_model_weights(*both)
+        before = list(_refit._refits)
+        tm.swap_model_weights(*both, "nccl")
+        assert list(_refit._refits) == before
+        dist.barrier()
+        tm.clear_all_caches()
+
+
+@needs_megatron
+def test_pools_of_targets(tmp_path: Path) -> None:
+    jobs.run_forked(tmp_path, __file__, 4, "_pools")
 
 
 # ---- The scripts of docs/coming-from.md -----------------------------------------------------------------------------

@@ -218,7 +218,7 @@ class Refit:
             bus.close()
 
 
-_refits: dict[Any, tuple[Refit, Any, Any]] = {}
+_refits: dict[Any, tuple[Refit, Any, Any, Any, Any]] = {}
 
 
 def refit(
@@ -236,27 +236,87 @@ def refit(
 
     A call with the same models uses it again, until ``clear_refits``.
     """
-    key = (id(src_model), id(dst_model), id(group), src_rank_offset, dst_rank_offset, id(transform), id(bus))
+    offsets = src_rank_offset, dst_rank_offset
+    _kept(src_model, dst_model, group, offsets, transform, timeout=timeout, bus=bus).run(timeout)
+
+
+def _kept(
+    src_model: Any,
+    dst_model: Any,
+    group: Any,
+    offsets: tuple[int, int],
+    transform: Any = None,
+    pool: int = 0,
+    *,
+    timeout: float | None = None,
+    bus: tb.Bus | None = None,
+) -> Refit:
+    """That of an earlier call with the same models, or a new one."""
+    models = _first(src_model), _first(dst_model)  # a list of one may be another one in each call
+    key = (*map(id, models), id(group), offsets, id(transform), pool, id(bus))
     if key not in _refits:
         made = Refit(
             src_model,
             dst_model,
             group=group,
-            src_rank_offset=src_rank_offset,
-            dst_rank_offset=dst_rank_offset,
+            src_rank_offset=offsets[0],
+            dst_rank_offset=offsets[1],
             transform=transform,
             timeout=timeout,
             bus=bus,
             name=f"refit-{len(_refits)}",
         )
-        _refits[key] = (made, src_model, dst_model)  # which stay, so that their ids do
-    _refits[key][0].run(timeout)
+        _refits[key] = (made, models, group, transform, bus)  # which stay, so that their ids do
+    return _refits[key][0]
+
+
+def swap_model_weights(
+    src_model: Any,
+    target_model: Any,
+    refit_method: Any,
+    group: Any = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    transform: Any = None,
+    num_dst_pools: int = 1,
+    dst_pool_index: int = 0,
+) -> None:
+    """Megatron's call, by ``refit``: the name of a backend has no meaning here.
+
+    With a copy service as ``refit_method`` it is Megatron's own function. The ranks of several pools of targets get the
+    weights one pool after the other, as there.
+    """
+    offsets = src_rank_offset, dst_rank_offset
+    if not isinstance(refit_method, str):
+        from megatron.core.resharding import refit as theirs
+
+        pools = {} if num_dst_pools == 1 else {"num_dst_pools": num_dst_pools, "dst_pool_index": dst_pool_index}
+        theirs.swap_model_weights(src_model, target_model, refit_method, group, *offsets, transform, **pools)
+        return
+    for pool in range(num_dst_pools):
+        its = target_model if pool == dst_pool_index else None
+        _kept(src_model, its, group, offsets, transform, pool).run()
+
+
+def prepare_swap_model_weights(
+    src_model: Any, target_model: Any, group: Any = None, src_rank_offset: int = 0, dst_rank_offset: int = 0
+) -> None:
+    """Megatron's call: makes what ``swap_model_weights`` of these models will use, before the target becomes MXFP8."""
+    _kept(src_model, target_model, group, (src_rank_offset, dst_rank_offset))
 
 
 def clear_refits() -> None:
-    """Closes what ``refit`` has kept, on this rank."""
+    """Closes what ``refit`` and ``swap_model_weights`` have kept, on this rank."""
     while _refits:
         _refits.popitem()[1][0].close()
+
+
+def clear_all_caches() -> None:
+    """Megatron's call: also what its own ``swap_model_weights``, with a copy service, has kept."""
+    clear_refits()
+    from megatron.core.resharding import refit as theirs
+
+    theirs.clear_all_caches()
 
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
