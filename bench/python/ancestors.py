@@ -7,15 +7,18 @@ ETHA is a checkout, whose package needs what tests/ancestors/requirements.txt li
 Planning is one rank's part of it, in processor time, for 64 and 256 ranks, half of which (TP8) send to the other half
 (TP4). Of Megatron it begins with the rank's metadata and the messages of all ranks, which ``build_local_reshard_plan``
 of either exchanges, and ends with the operations; a second line has ``build_plan_from_rosters`` alone, which gets the
-metadata of all ranks as objects of Python. Of Etha it is the map, made by collectives in whose process groups nobody
-waits here, and the chunks of all tensors.
+metadata of all ranks as objects of Python. Of Etha it is what an agent does: the map, made by collectives in whose
+process groups nobody waits here, the chunks of all tensors, and the buckets, in one direction (its agents do both).
+Next to it are the call by which our agent plans a batch, ``tb_ir_create``, with its layouts, and the functions of
+``tensorbus.etha.comm``, which make objects of Python as Etha's do.
 
 Moving is from four ranks to four others, by all ways in turns, on the same tensors: one, and those of a model. The
 source has two replicas, each cut over two ranks, the target is cut over four: along dim 1, and every other tensor of a
 model along dim 0, as the two layers of an MLP are. The ways are ``swap_model_weights`` with Megatron's gloo service and
-Etha's ``bucket_comm``; ours of the same names, and ``refit``; and transfers of clients with an agent each, from
-rows to columns and back: Etha's agents fail where a replica has nothing to send. Tensors are allocated by torch,
-and once more by ``tensorbus.empty``, whose memory other processes can map. The first transfer, which makes connections
+Etha's ``bucket_comm``; ours of the same names; and transfers of clients with an agent each, from
+rows to columns and back: Etha's agents fail where a replica has nothing to send. Tensors are allocated by torch, whose
+memory clients of either move to shared memory when they register it, and once more by ``tensorbus.empty``, whose memory
+other processes can map, as that of ``tensorbus.share``. The first transfer, which makes connections
 and maps memory, is told apart. All values are compared each time. The copy of as many bytes by two processes, each
 within itself, shows what the machine can do: where even that is not 8 times as fast as theirs, nothing that copies the
 bytes can be.
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import math
 import multiprocessing
@@ -58,8 +62,12 @@ from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 import tensorbus as tb  # noqa: E402
 import tensorbus.etha  # noqa: E402
 import tensorbus.megatron as tm  # noqa: E402
+from tensorbus import _dtensor, _ir  # noqa: E402
+from tensorbus._c import lib, tb_ir, tb_ir_opts, tb_tensor_spec  # noqa: E402
 from tensorbus.etha import comm as our_comm  # noqa: E402
 from tensorbus.megatron import _planner  # noqa: E402
+
+BUCKET_BYTES = 16 << 20
 
 
 def import_etha(checkout: str) -> Any:
@@ -110,16 +118,16 @@ def plan(rank: int, theirs: Any, nranks: int, tensors: int, rounds: int) -> None
     meshes = [DeviceMesh("cpu", torch.arange(first, first + half).view(-1, tp)) for first, tp in ((0, 8), (half, 4))]
     shapes = [(4096, 4096), (4096, 1024), (1024, 4096)]
     parts = [torch.empty(shape[0], shape[1] // 4, device="meta") for shape in shapes]
-    taken: dict[str, list[float]] = {}
+    taken: dict[str, list[tuple[float, ...]]] = {}
     if rank < half:
         parts = [torch.empty(shape[0] // 8, shape[1], device="meta") for shape in shapes]
     places = ((Replicate(), Shard(0)), (Replicate(), Shard(1)))
     group_of = sys.modules["etha.comm.get_chunks"]
     group_of.get_or_create_process_group = lambda ranks: None  # type: ignore[attr-defined]  # noqa: ARG005
     is_measured = rank == nranks - 1
-    counts = {}
-    for name, comm in (("Etha", theirs), ("tensorbus", our_comm)):
-        for _ in range(rounds):
+    moved = {}
+    for name, comm, count in (("Etha", theirs, rounds), ("tensorbus.etha.comm", our_comm, 3 * rounds)):
+        for _ in range(count):
             our_comm._boxes.cache_clear()  # nothing is remembered from the round before
             dist.barrier()
             begin = time.process_time()
@@ -131,16 +139,47 @@ def plan(rank: int, theirs: Any, nranks: int, tensors: int, rounds: int) -> None
             kind = {"source_tensor": None, "target_tensor": None}
             side = "source_tensor" if rank < half else "target_tensor"
             chunks = [comm.m2m_to_chunks(made, rank, **kind | {side: parts[i % 3]}) for i in range(tensors)]
-            taken.setdefault(name, []).append(took_map + time.process_time() - begin)
-            taken.setdefault(f"{name}, map", []).append(took_map)
-            counts[name] = sum(map(len, chunks))
+            took_chunks = time.process_time() - begin
+            flat = [chunk for its in chunks for chunk in its]
+            begin = time.process_time()
+            comm.chunk_to_bucket_ops(flat, BUCKET_BYTES)
+            took = took_map, took_map + took_chunks, took_map + took_chunks + time.process_time() - begin
+            taken.setdefault(name, []).append(took)
+            moved[name] = sum(chunk.nbytes for chunk in flat)
         dist.barrier()
-    if is_measured:
-        medians = {name: statistics.median(each) * 1e3 for name, each in taken.items()}
-        for what, end in (("map and chunks", ""), ("map", ", map")):
-            a, b = medians["Etha" + end], medians["tensorbus" + end]
-            print(f"plan, {nranks} ranks, {tensors} tensors, {what}: Etha {a:.2f} ms", end="")
-            print(f", tensorbus {b:.2f} ms ({a / b:.0f} times)", flush=True)
+    if not is_measured:
+        return
+    sides = zip(meshes, places, strict=True)
+    texts = [_dtensor.layout_text(each.shape, _dtensor.own_ranks(each), place) for each, place in sides]
+    for _ in range(3 * rounds):
+        seconds, moved["tensorbus"] = plan_as_agent(rank, texts, [shapes[i % 3] for i in range(tensors)])
+        taken.setdefault("tensorbus", []).append((seconds,) * 3)
+    assert len(set(moved.values())) == 1, moved
+    medians = {name: [statistics.median(each) * 1e3 for each in zip(*its, strict=True)] for name, its in taken.items()}
+    for what, i, name in (
+        ("map, chunks and buckets", 2, "tensorbus"),
+        ("map, chunks and buckets", 2, "tensorbus.etha.comm"),
+        ("map and chunks", 1, "tensorbus.etha.comm"),
+        ("map", 0, "tensorbus.etha.comm"),
+    ):
+        a, b = medians["Etha"][i], medians[name][i]
+        print(f"plan, {nranks} ranks, {tensors} tensors, {what}: Etha {a:.2f} ms", end="")
+        print(f", {name} {b:.2f} ms ({a / b:.0f} times)", flush=True)
+
+
+def plan_as_agent(rank: int, layouts: list[str], shapes: list[tuple[int, ...]]) -> tuple[float, int]:
+    """What an agent of ours takes to plan a batch of which it knows the tensors; and the bytes that it moves."""
+    begin = time.process_time()
+    src, dst = map(tb.layout, layouts)
+    took = time.process_time() - begin
+    specs = [_ir._spec(f"{i:06d}", tb.TensorSpec(src, dst, shape, "f32")) for i, shape in enumerate(shapes)]
+    array, out = (tb_tensor_spec * len(specs))(*specs), ctypes.POINTER(tb_ir)()
+    opts = tb_ir_opts(bucket_size=BUCKET_BYTES)
+    begin = time.process_time()
+    lib.tb_ir_create(rank, array, len(specs), None, ctypes.byref(opts), ctypes.byref(out))
+    took += time.process_time() - begin
+    made = tb.IR(out)
+    return took, sum(made.c.chunks[i].nbytes for i in range(made.nchunks))
 
 
 def metadata(nranks: int, tensors: int) -> list[tuple[list[Any], list[Any]]]:
@@ -214,7 +253,7 @@ def compare_planning(numbers: list[int], tensors: int, rounds: int) -> None:
             ),
         ):
             check_plans(theirs(), ours())
-            took = seconds(theirs, rounds), seconds(ours, rounds)
+            took = seconds(theirs, rounds), seconds(ours, 3 * rounds)
             print(f"plan, {nranks} ranks, {tensors} tensors, {what}: Megatron {took[0] * 1e3:.1f} ms", end="")
             print(f", tensorbus {took[1] * 1e3:.2f} ms ({took[0] / took[1]:.0f} times)", flush=True)
 
@@ -359,7 +398,7 @@ def ways_of(weights: Weights, rank: int, theirs: Any, groups: Any) -> dict[str, 
         ]
         parts = [(tensor, None) if weights.sends else (None, tensor) for tensor in weights.tensors]
         chunks = [chunk for i, part in enumerate(parts) for chunk in comm.m2m_to_chunks(maps[dim_of(i)], rank, *part)]
-        buckets = comm.chunk_to_bucket_ops(chunks, 16 << 20)
+        buckets = comm.chunk_to_bucket_ops(chunks, BUCKET_BYTES)
         return lambda: comm.bucket_comm(buckets)
 
     model = Model(weights, *groups)
@@ -371,7 +410,7 @@ def ways_of(weights: Weights, rank: int, theirs: Any, groups: Any) -> dict[str, 
         "tensorbus.etha, bucket_comm": make_buckets(our_comm),
         "Megatron, gloo": lambda: swap(*both, refit_method=gloo),
         "tensorbus.megatron, CopyService": lambda: swap(*both, refit_method=service),
-        "tensorbus.megatron, refit": lambda: tm.refit(*both, timeout=120.0),
+        "tensorbus.megatron, swap_model_weights": lambda: tm.swap_model_weights(*both, "gloo"),
     }
 
 
@@ -472,7 +511,7 @@ def move_through_agents(theirs: Any, count: int, side: int, rounds: int, floor: 
                     placement = Shard(1 - dim if weights.sends else dim)
                     client.init_pair(f"dim{dim}", *sides, 4, mesh, (placement,), timeout=60.0)
                 parts = [(tensor, f"dim{dim_of(i)}") for i, tensor in enumerate(weights.tensors)]
-                batch = client.register_tensors("step", parts, 16 << 20, timeout=120.0)
+                batch = client.register_tensors("step", parts, BUCKET_BYTES, timeout=120.0)
                 kind = "send" if weights.sends else "recv"
                 found = []
                 for version in range(1, rounds + 2):

@@ -165,17 +165,17 @@ def chunk_to_bucket_ops(chunks: Sequence[Chunk], bucket_size: int) -> list[Bucke
     Buckets have at most 16 MiB and a chunk.
     """
     full = min(bucket_size, _MOST_BUCKET_BYTES)
-    filling: dict[tuple[Any, ...], tuple[list[Chunk], int]] = {}
-    made: list[list[Chunk]] = []
+    by_key: dict[tuple[Any, ...], list[Chunk]] = {}
     for chunk in chunks:
-        its, nbytes = filling.pop(chunk.box.bucket_key, ([], 0))
-        its.append(chunk)
-        nbytes += chunk.box.nbytes
-        if nbytes >= full:
-            made.append(its)
-        else:
-            filling[chunk.box.bucket_key] = its, nbytes
-    made += [its for its, _ in filling.values()]
+        by_key.setdefault(chunk.box.bucket_key, []).append(chunk)
+    made: list[list[Chunk]] = []
+    for its in by_key.values():
+        first = nbytes = 0
+        for end, chunk in enumerate(its, 1):
+            nbytes += chunk.box.nbytes
+            if nbytes >= full or end == len(its):
+                made.append(its[first:end])
+                first, nbytes = end, 0
     buckets = [Bucket(chunks=its, device=its[0].tensor.device) for its in made]
     for bucket in buckets:
         bucket._list = buckets

@@ -185,17 +185,23 @@ class Bucket:
 
     chunks: list[Chunk]
     device: torch.device | None = None
-    entries: list[BucketEntry] = field(init=False)
+    _entries: list[BucketEntry] | None = field(init=False, repr=False, default=None)
     _list: list[Bucket] = field(init=False, repr=False)  # that it was made in
     _run: Run | None = field(init=False, repr=False, default=None)
     _schedule: Schedule | None = field(init=False, repr=False, default=None)  # of a list that it is the first of
 
     def __post_init__(self) -> None:
-        self.entries, self._list = [], [self]
-        end = 0
-        for chunk in self.chunks:
-            self.entries.append(BucketEntry(chunk, -(-end // _ALIGN) * _ALIGN, chunk.box.nbytes))
-            end = self.entries[-1].offset + chunk.box.nbytes
+        self._list = [self]
+
+    @property
+    def entries(self) -> list[BucketEntry]:
+        """Its chunks, with their places."""
+        if self._entries is None:
+            self._entries, end = [], 0
+            for chunk in self.chunks:
+                self._entries.append(BucketEntry(chunk, -(-end // _ALIGN) * _ALIGN, chunk.box.nbytes))
+                end = self._entries[-1].offset + chunk.box.nbytes
+        return self._entries
 
     @property
     def transport(self) -> Transport:
