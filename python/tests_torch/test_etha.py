@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import runpy
@@ -91,6 +92,37 @@ def run(folder: Path, programs: list[list[Callable[..., Any]]], *args: Any) -> l
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+# ---- Signatures -----------------------------------------------------------------------------------------------------
+
+SIGNATURES = {
+    etha.TensorBusClient: "agent_rank, lmdb_command_queue_path=None, agent_state_lmdb_path=None, "
+    "connection_timeout=30.0",
+    etha.TensorBusClient.init_pair: "self, pair_name, local_name, remote_name, expected_world_size, device_mesh=None, "
+    "placements=None, blocking=True, timeout=30.0",
+    etha.TensorBusClient.register_tensors: "self, batch_id, tensors, bucket_size=None, timeout=30.0",
+    etha.TensorBusClient.transfer: "self, batch_id, transfer_type, blocking=False, timeout=30.0",
+    etha.TensorBusClient.query_transfer_signal: "self, batch_id, blocking=True, timeout=30.0",
+    etha.TensorBusClient.close: "self",
+    etha.BatchHandler: "client, batch_id, pair_names",
+    etha.BatchHandler.transfer: "self, transfer_type, blocking=False, timeout=30.0",
+    etha.BatchHandler.query_transfer_signal: "self, blocking=True, timeout=30.0",
+    etha.BatchHandler.close: "self, blocking=True, timeout=30.0",
+    etha.TensorBusAgent: "rank, world_size, store_host, store_port, lmdb_command_queue_path, lmdb_state_path, "
+    "store_timeout=3600.0, store_backend='tcp', store_namespace=None",
+    etha.TensorBusAgent.run: "self",
+    etha.TensorBusAgent.close: "self, destroy=True",
+    etha.bootstrap_client: "path_naming_fn=None, connection_timeout=30.0",
+    etha.BootstrapInfo: "agent_rank, global_rank, rank_offset, command_queue_path, state_path, method",
+}
+
+
+def test_signatures_are_those_of_etha() -> None:
+    for function, wanted in SIGNATURES.items():
+        parameters = inspect.signature(function).parameters.values()
+        plain = (p.replace(annotation=p.empty) for p in parameters)
+        assert ", ".join(map(str, plain)) == wanted, function
 
 
 # ---- Moving ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import random
@@ -26,6 +27,7 @@ from tensorbus.megatron import _refit, _types
 
 if _types.HAS_MEGATRON:
     import megatron_models as models
+    from megatron.core.resharding import planner
     from megatron.core.resharding import refit as their_refit
     from megatron.core.resharding.copy_services.base import CopyService as TheirService
     from megatron.core.resharding.transforms import MXFP8ReshardTransform, ReshardTransform
@@ -389,6 +391,24 @@ def _swaps(seat: jobs.Seat) -> None:
 @needs_megatron
 def test_models(tmp_path: Path) -> None:
     jobs.run_forked(tmp_path, __file__, 4, "_swaps")
+
+
+@needs_megatron
+def test_signatures_are_theirs() -> None:
+    """What a program of theirs gives, ours take; more that ours take is by keyword."""
+    of_refit = "prepare_swap_model_weights", "swap_model_weights", "clear_all_caches"
+    of_planner = "build_local_reshard_plan", "build_plan_from_rosters", "index_metadata_rosters"
+    of_service = "__init__", "submit_send", "submit_recv", "run", "close"
+    names = (their_refit, tm, of_refit), (planner, tm, of_planner), (TheirService, tm.CopyService, of_service)
+    for theirs, ours, functions in names:
+        for name in functions:
+            wanted, found = (_parameters(getattr(each, name)) for each in (theirs, ours))
+            assert found[: len(wanted)] == wanted, name
+            assert all(p.kind is p.KEYWORD_ONLY for p in found[len(wanted) :]), name
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    return [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
 
 
 # ---- Models on ranks of their own, and MXFP8 ------------------------------------------------------------------------
