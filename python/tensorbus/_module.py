@@ -337,7 +337,7 @@ def share(what: Any) -> Any:
         if not share_storage(what):
             raise Refused(
                 "the tensor's memory can't be moved: it is not resizable CPU memory of PyTorch, as that of NumPy's "
-                "arrays and of torch.multiprocessing is not, or PyTorch is older than 2.12"
+                "arrays and of torch.multiprocessing is not, or this PyTorch can't exchange storages (2.13 can)"
             )
         return what
     if torch is None or not isinstance(what, torch.nn.Module):
