@@ -52,7 +52,7 @@ for d in site.getsitepackages()+[site.getusersitepackages()]:
             src/bench/bench_driver.c
             src/bench/bench_gpu.c
             src/bench/bench_gpu_latency.c
-            src/bench/bench_gpu_ucx.c
+            src/bench/bench_gpu_carried.c
             src/bench/bench_gpu_lines.c
             src/bench/bench_gpu_torch.c
         )
@@ -174,14 +174,43 @@ function(tb_fake_ucx)
     target_link_libraries(fake_ucx PRIVATE ${ucx_LINK_LIBRARIES})
 endfunction()
 
-# tb_carried_test(bus/cancel_test): what tb_slow_test has built, with tensors on a GPU and all ranks connected by ucx.
-function(tb_carried_test name)
+# tb_fake_nccl(): a libnccl.so.2 over the fake driver (tests/support/fake_nccl/fake_nccl.h), in tests/fake_nccl of the build
+# folder.
+function(tb_fake_nccl)
+    add_library(fake_nccl SHARED tests/support/fake_nccl/fake_nccl.c)
+    set_target_properties(fake_nccl PROPERTIES
+        OUTPUT_NAME nccl
+        SOVERSION 2
+        LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_nccl
+        C_VISIBILITY_PRESET hidden
+    )
+    target_include_directories(fake_nccl SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    target_include_directories(fake_nccl PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+endfunction()
+
+# tb_fake_nvshmem(): an NVSHMEM over the fake driver (tests/support/fake_nvshmem), in tests/fake_nvshmem of the build
+# folder.
+function(tb_fake_nvshmem)
+    add_library(fake_nvshmem SHARED tests/support/fake_nvshmem/fake_nvshmem.c)
+    set_target_properties(fake_nvshmem PROPERTIES
+        OUTPUT_NAME nvshmem_host
+        SOVERSION 3
+        LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_nvshmem
+        C_VISIBILITY_PRESET hidden
+    )
+    target_include_directories(fake_nvshmem SYSTEM PRIVATE ${TB_CUDA_INCLUDE})
+    target_compile_options(fake_nvshmem PRIVATE -Wno-missing-prototypes) # its functions are declared nowhere
+endfunction()
+
+# tb_carried_test(bus/cancel_test ucx [VARIABLE=VALUE...]): what tb_slow_test has built, with tensors on a GPU that go by
+# this transport between all ranks.
+function(tb_carried_test name transport)
     string(REPLACE "/" "_" target ${name}_slow)
-    add_dependencies(${target} fake_ucx)
-    add_test(NAME ${name}_cuda_ucx COMMAND ${target})
-    set_tests_properties(${name}_cuda_ucx PROPERTIES TIMEOUT 600 LABELS gpu
-        ENVIRONMENT "TB_TEST_DEVICE=cuda;TB_TRANSPORT=ucx;${fake_ucx_environment};${ARGN}")
-    tb_pack_test(${name}_cuda_ucx ${target} 600 TB_TEST_DEVICE=cuda TB_TRANSPORT=ucx ${ARGN})
+    add_dependencies(${target} fake_${transport})
+    add_test(NAME ${name}_cuda_${transport} COMMAND ${target})
+    set_tests_properties(${name}_cuda_${transport} PROPERTIES TIMEOUT 600 LABELS gpu
+        ENVIRONMENT "TB_TEST_DEVICE=cuda;TB_TRANSPORT=${transport};${fake_${transport}_environment};${ARGN}")
+    tb_pack_test(${name}_cuda_${transport} ${target} 600 TB_TEST_DEVICE=cuda TB_TRANSPORT=${transport} ${ARGN})
 endfunction()
 
 # tb_cuda_test(device/cuda/memory_test [TIMEOUT seconds] [GPUS n] [SOURCES file...]): a test that runs on the fake

@@ -132,8 +132,9 @@ function(tb_agent_test name)
 endfunction()
 
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
-# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with, in $FAKE_UCX and $FAKE_CUDA the fake UCX and the folder of the fake
-# driver if it has the CUDA device; exit status 77 is a skip.
+# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with, and, if it has the CUDA device, in
+# $FAKE_UCX, $FAKE_NCCL, $FAKE_NVSHMEM and $FAKE_CUDA the fake UCX, NCCL and NVSHMEM and the folder of the fake driver;
+# exit status 77 is a skip.
 function(tb_cli_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
     if(NOT arg_TIMEOUT)
@@ -147,7 +148,8 @@ function(tb_cli_test name)
         "MPIS=${built_mpis}"
     )
     if(TARGET fake_cuda)
-        list(APPEND environment "FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda" "FAKE_UCX=$<TARGET_FILE:fake_ucx>")
+        list(APPEND environment "FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda" "FAKE_UCX=$<TARGET_FILE:fake_ucx>"
+            "FAKE_NCCL=${PROJECT_BINARY_DIR}/tests/fake_nccl/libnccl.so.2" "FAKE_NVSHMEM=$<TARGET_FILE:fake_nvshmem>")
     endif()
     set_tests_properties(cli/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}

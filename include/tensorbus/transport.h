@@ -34,6 +34,7 @@ enum {
     TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
     TB_SHORT_MAX = 16384,  /* bytes of a message that may be sent before its RECV is posted */
     TB_OP_WHY_MAX = 128,
+    TB_COMM_ID_SIZE = 256,
 };
 
 typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
@@ -55,6 +56,12 @@ typedef struct tb_transport_env {
      * Both may be NULL. */
     tb_status (*enter_device)(void *arg, tb_mem_kind kind, int device);
     void (*leave_device)(void *arg, tb_mem_kind kind);
+    /* The function that the driver of such devices exports under that name ("cuMemAlloc_v2"); NULL: there is none, or
+     * no driver. Any thread. May be NULL. */
+    void *(*device_function)(void *arg, tb_mem_kind kind, const char *name);
+    /* For transports with communicators: sends a message to the same transport at a peer, by another transport. It
+     * arrives there as `told`, in order, unless one of the two is lost. May be called in `told`. May be NULL. */
+    tb_status (*tell)(void *arg, int32_t peer, const void *bytes, size_t nbytes);
 } tb_transport_env;
 
 /* Memory to register: an allocation, or a part of it. */
@@ -79,6 +86,19 @@ typedef struct tb_mem_key {
     uint32_t nbytes;
     unsigned char bytes[TB_MEM_KEY_MAX];
 } tb_mem_key;
+
+/* A communicator: a fixed set of ranks that a library, such as NCCL, connects at once. */
+typedef struct tb_comm tb_comm;
+
+typedef struct tb_comm_desc {
+    size_t size;
+    const unsigned char *id; /* TB_COMM_ID_SIZE bytes, from comm_id of the first rank */
+    const int32_t *ranks;    /* all of them, in the same order on all */
+    size_t nranks, self;     /* self: this rank's position */
+    tb_mem_kind kind;        /* of memory that it carries ... */
+    int device;              /* ... and of this rank's, which GPU */
+    size_t nbytes;           /* of comm_memory; the same on all ranks */
+} tb_comm_desc;
 
 typedef enum tb_op_kind { TB_OP_SEND, TB_OP_RECV } tb_op_kind;
 
@@ -110,9 +130,10 @@ struct tb_op {
     size_t nbytes; /* RECV: size of the message; TB_TOO_BIG, and nothing is stored, if the pieces are too small */
     void *state;   /* owned by the transport while the operation is posted; else NULL */
     tb_mem_kind
-        memory; /* that the pieces are in. If it is not TB_MEM_HOST, the transport carries it, there is one piece,
-                   the other end's memory is of the same kind, and a SEND is_expected, however short it is */
-    int device; /* of TB_MEM_CUDA: the GPU's number in this process */
+        memory;    /* that the pieces are in. If it is not TB_MEM_HOST, the transport carries it, there is one piece,
+                      the other end's memory is of the same kind, and a SEND is_expected, however short it is */
+    int device;    /* of TB_MEM_CUDA: the GPU's number in this process */
+    tb_comm *comm; /* that carries it; NULL for transports without communicators */
 };
 
 typedef struct tb_transport_ops {
@@ -195,12 +216,38 @@ typedef struct tb_transport_ops {
     /* (optional; default true) Whether pieces can be in memory of this kind, one of `memory`, with the libraries that
      * were found on this machine. */
     bool (*carries)(void *context, tb_mem_kind kind);
+
+    /* (optional, all of comm_..., told and peer_lost) A transport with communicators carries memory of devices only,
+     * between the ranks of a communicator. All else goes by another transport: messages of the library, and what the
+     * two ends of this transport tell each other (tb_transport_env.tell). So it has no `address`, `connect` and
+     * mem_..., TB_MEM_HOST is not in its `memory`, and its operations name a communicator (tb_op.comm). */
+    /* An id for a communicator whose first rank is this one. */
+    tb_status (*comm_id)(void *context, unsigned char id[TB_COMM_ID_SIZE]);
+    /* Begins to connect the ranks, all of which call it with the same id. Does not wait for the others: `comm_check`
+     * tells when they are connected. Operations may be posted at once, and wait for that. The arrays of *desc may be
+     * freed after the call. */
+    tb_status (*comm_create)(void *context, const tb_comm_desc *desc, tb_comm **out);
+    /* Fails, with a message, once the communicator has failed: when a rank is lost (TB_LOST), or the library reports an
+     * error (TB_IO), at any rank. Then all its operations complete on all ranks, those that name the lost rank with
+     * TB_LOST, others with TB_IO, and so do later ones. Cheap. */
+    tb_status (*comm_check)(void *context, tb_comm *comm, bool *is_ready);
+    /* (optional; default NULL) tb_comm_desc.nbytes of this rank's memory that belongs to the communicator, once it is
+     * ready. If there is such memory, all pieces of operations are in it. */
+    void *(*comm_memory)(void *context, tb_comm *comm);
+    /* This rank leaves it: its operations complete as those of `cancel` do. At other ranks, operations that name it
+     * complete with TB_LOST, and the rest go on. Never fails; takes seconds at most. */
+    void (*comm_destroy)(void *context, tb_comm *comm);
+    /* A message of the same transport at a peer. Not in `progress` or another function here. */
+    void (*told)(void *context, int32_t peer, const void *bytes, size_t nbytes);
+    /* A peer is lost: nothing comes from it any more, and communicators that it had not left fail. */
+    void (*peer_lost)(void *context, int32_t peer, const char *why);
+    bool is_by_request; /* it is opened only if the program names it */
 } tb_transport_ops;
 
 /* Registers a transport in the process, permanently. In the order of preference it comes after transports within a
  * machine and before network transports. The table is copied, its name is not. Registering the same name and `open`
  * again is no error; TB_CONFLICT if another transport has the name; TB_INVALID if a required slot is missing, or
- * TB_MEM_HOST is not in `memory`. Existing worlds do not use it. Any thread. */
+ * TB_MEM_HOST is not in `memory`, unless it has communicators. Existing worlds do not use it. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
 
 #ifdef __cplusplus

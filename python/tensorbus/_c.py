@@ -697,18 +697,22 @@ def find(name: str) -> Path:
     )
 
 
-def _find_ucx() -> None:
-    """Lets the library, and programs that it starts, find the UCX of the package libucx, where the system has none."""
-    package = importlib.util.find_spec("libucx")
-    if package is None or package.origin is None:
+def _find_package(name: str, file: str, variable: str) -> None:
+    """Lets the library, and programs that it starts, find a library of a package, where the system has none."""
+    try:
+        package = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of the package that it is in
         return
-    file = Path(package.origin).parent / "lib" / "libucp.so.0"
-    if file.exists():
-        os.environ.setdefault("TENSORBUS_UCX", f"libucp.so.0:{file}")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        path = Path(folder) / "lib" / file
+        if path.exists():
+            os.environ.setdefault(variable, f"{file}:{path}")
 
 
 def _load() -> ctypes.CDLL:
-    _find_ucx()
+    _find_package("libucx", "libucp.so.0", "TENSORBUS_UCX")
+    _find_package("nvidia.nccl", "libnccl.so.2", "TENSORBUS_NCCL")
+    _find_package("nvidia.nvshmem", "libnvshmem_host.so.3", "TENSORBUS_NVSHMEM")
     return ctypes.CDLL(os.environ.get("TENSORBUS_LIBRARY") or str(find("libtensorbus.so")))
 
 

@@ -32,6 +32,9 @@ const tb__config_entry tb__config_table[TB__CONFIG_COUNT] = {
                                "the first line of this file is the token of a program that joins without a URL"},
     [TB__CONFIG_UCX] = {"ucx", "TENSORBUS_UCX", "libucp.so.0", TB__CONFIG_IS_TEXT,
                         "the file of UCX; several, separated by colons: the first of them that can be loaded"},
+    [TB__CONFIG_NCCL] = {"nccl", "TENSORBUS_NCCL", "libnccl.so.2", TB__CONFIG_IS_TEXT, "the file of NCCL, likewise"},
+    [TB__CONFIG_NVSHMEM] = {"nvshmem", "TENSORBUS_NVSHMEM", "libnvshmem_host.so.3", TB__CONFIG_IS_TEXT,
+                            "the file of NVSHMEM's host library, likewise"},
 };
 
 static const char *const level_names[] = {[TB_LOG_OFF] = "off",

@@ -21,6 +21,8 @@ typedef enum tb__config_key {
     TB__CONFIG_SIZE,
     TB__CONFIG_TOKEN_FILE,
     TB__CONFIG_UCX,
+    TB__CONFIG_NCCL,
+    TB__CONFIG_NVSHMEM,
     TB__CONFIG_COUNT
 } tb__config_key;
 

@@ -27,7 +27,7 @@ static const tool_option options[] = {
     [BETWEEN] = {"between", NULL, "measure between two machines: start it in a shell on each, with one --store"},
     [STORE] = {"store", "URL", "with --between: where the two meet; the first one serves it, if nobody does"},
     [TOKEN_FILE] = {"token-file", "FILE", "with --between: its first line is the token of the store"},
-    [TRANSPORT] = {"transport", "ucx", "with --gpu: measure the line of this transport instead"},
+    [TRANSPORT] = {"transport", "NAME", "with --gpu: measure the line of this transport instead: ucx, nccl or nvshmem"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
     [JSON] = {"json", NULL, "print one JSON object per line"},
     {NULL, NULL, NULL},
@@ -62,7 +62,7 @@ static bool is_of_hosts(const char *name, size_t length) {
 }
 
 /* The lines of one run. */
-typedef enum set { UNKNOWN, PLAIN, OF_HOSTS, OF_GPUS, OF_UCX, OF_BETWEEN } set;
+typedef enum set { UNKNOWN, PLAIN, OF_HOSTS, OF_GPUS, OF_CARRIED, OF_BETWEEN } set;
 
 static set set_of(const char *name, size_t length) {
     if (is_of_hosts(name, length))
@@ -74,15 +74,16 @@ static set set_of(const char *name, size_t length) {
     return is_known(name, length) ? PLAIN : UNKNOWN;
 }
 
-static tb_status check_names(const char *list, set wanted) {
+static tb_status check_names(const char *list, set wanted, const char *transport) {
     static const char *const how[] = {[PLAIN] = "without --hosts, --gpu and --between",
                                       [OF_HOSTS] = "with --hosts",
                                       [OF_GPUS] = "with --gpu",
                                       [OF_BETWEEN] = "with --between"};
     for (const char *at = list; at; at = strchr(at, ','), at = at ? at + 1 : NULL) {
         int length = (int)strcspn(at, ",");
-        bool is_ucx = wanted == OF_UCX && is_called(BENCH_GPU_UCX, at, (size_t)length); /* --between has it, too */
-        set theirs = is_ucx ? OF_UCX : set_of(at, (size_t)length);
+        bool is_carried = wanted == OF_CARRIED && /* --between has ucx_row_col, too */
+                          is_called(bench_gpu_carried_name(transport).text, at, (size_t)length);
+        set theirs = is_carried ? OF_CARRIED : set_of(at, (size_t)length);
         if (theirs == UNKNOWN)
             return tb__fail(TB_INVALID, "--only: there is no line '%.*s'; `tensorbus bench --help` lists them",
                             length < 40 ? length : 40, at);
@@ -128,14 +129,19 @@ static tb_status read_options(const char *const *value, bench *b) {
     if (b->with_hosts && (b->with_peers || b->with_gpu))
         return tb__fail(TB_INVALID, "--hosts does not go with --%s", b->with_peers ? "peers" : "gpu");
     TB_TRY(read_between(value, b));
-    b->with_ucx = value[TRANSPORT] != NULL;
-    if (b->with_ucx && (!b->with_gpu || b->with_peers || strcmp(value[TRANSPORT], "ucx") != 0))
-        return tb__fail(TB_INVALID, "--transport ucx goes with --gpu, and without --peers; there is no other line");
-    TB_TRY(check_names(b->only, b->with_between ? OF_BETWEEN
-                                : b->with_hosts ? OF_HOSTS
-                                : b->with_ucx   ? OF_UCX
-                                : b->with_gpu   ? OF_GPUS
-                                                : PLAIN));
+    b->transport = value[TRANSPORT];
+    if (b->transport && (!b->with_gpu || b->with_peers))
+        return tb__fail(TB_INVALID, "--transport goes with --gpu, and without --peers");
+    if (b->transport && strcmp(b->transport, "ucx") != 0 && strcmp(b->transport, "nccl") != 0 &&
+        strcmp(b->transport, "nvshmem") != 0)
+        return tb__fail(TB_INVALID, "--transport is ucx, nccl or nvshmem, not '%.40s'", b->transport);
+    TB_TRY(check_names(b->only,
+                       b->with_between ? OF_BETWEEN
+                       : b->with_hosts ? OF_HOSTS
+                       : b->transport  ? OF_CARRIED
+                       : b->with_gpu   ? OF_GPUS
+                                       : PLAIN,
+                       b->transport));
     if (value[ROUNDS]) {
         const char *at = value[ROUNDS];
         int64_t rounds;
@@ -232,7 +238,7 @@ const tool_command tool_bench = {
     .summary = "move tensors between processes and measure it against memcpy",
     .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
              "--gpu [--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [OPTION...]\n"
-             "--gpu --transport ucx [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
+             "--gpu --transport ucx|nccl|nvshmem [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
              "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]\n"
              "--between --store URL [--token-file FILE] [--only NAME,...] [--rounds N] [OPTION...]",
     .details =
@@ -310,9 +316,9 @@ const tool_command tool_bench = {
         "  gpu_launches        kernel launches for a target of gpu_small          one launch           at most 4.00\n"
         "  gpu_latency         a version of 4 KiB, 1 process to 1: us             cuMemcpyAsync, a flag\n"
         "  gpu_bus_model       gpu_model through agents                           without agents          0.95\n"
-        "with --gpu --transport ucx, 1 process to 2:\n"
-        "  ucx_row_col         f32 matrix to columns, by ucx, by the clock        contiguous, by ucx      0.45\n"
-        "                      without cuda_ipc in UCX_TLS, where a link limits                           0.90\n"
+        "with --gpu --transport NAME, 1 process to 2, by the clock:\n"
+        "  NAME_row_col        f32 matrix to columns, by that transport           contiguous messages\n"
+        "ucx_row_col has a mark of 0.45, and of 0.90 without cuda_ipc in UCX_TLS, where a link limits.\n"
         "\n"
         "On a GPU the ratio is of time between CUDA events: targets receive one after the other, and the time that\n"
         "the GPU is busy for them is next to that of cuMemcpyAsync, in the same processes, of as many bytes, from\n"

@@ -197,14 +197,13 @@ typedef struct bench_mpi_rates {
 /* *why, to be freed, is why it was not measured; NULL if it was. */
 tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why);
 
-/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c, bench_gpu_ucx.c)
+/* ---- GPUs (bench_gpu_cases.c, bench_gpu.c, bench_gpu_latency.c, bench_gpu_carried.c)
  * ------------------------------------------------ */
 
 #define BENCH_GPU_SMALL    "gpu_small"
 #define BENCH_GPU_LAUNCHES "gpu_launches"
 #define BENCH_GPU_LATENCY  "gpu_latency"
 #define BENCH_GPU_BUS      "gpu_bus_model"
-#define BENCH_GPU_UCX      "ucx_row_col"
 
 typedef struct bench_gpu_case {
     const char *name, *work;
@@ -241,9 +240,14 @@ tb_status bench_gpu_case_run(const bench_gpu_case *c, int64_t size, const tb_bat
 /* Moves 4 KiB from process to process, and copies them, some hundred times: us, medians. */
 tb_status bench_gpu_latency_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
-/* Moves a matrix by transport ucx, and contiguous bytes, in every round. */
-tb_status bench_gpu_ucx_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
-                            bench_round *out);
+/* The name of a line of --transport: "ucx_row_col". */
+typedef struct bench_carried_name {
+    char text[24];
+} bench_carried_name;
+bench_carried_name bench_gpu_carried_name(const char *transport);
+/* Moves a matrix by the transport, and contiguous bytes, in every round. */
+tb_status bench_gpu_carried_run(const char *transport, int64_t size, const tb_batch_opts *opts, bench_rounds *rounds,
+                                tool_guard *guard, bench_round *out);
 
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
@@ -282,9 +286,11 @@ typedef struct bench {
     int64_t budget_ns; /* 0: no limit */
     int64_t size;
     bool is_size_given;
-    bool with_peers, with_hosts, with_gpu, with_ucx, with_between, is_json;
-    char gpu[64];      /* with_gpu: its name; else "" */
-    int output_status; /* of the last line that was printed */
+    bool with_peers, with_hosts, with_gpu, with_between, is_json;
+    const char *transport;                      /* with_gpu: the one that is measured; NULL: none */
+    char carried_work[64], carried_against[32]; /* of its line */
+    char gpu[64];                               /* with_gpu: its name; else "" */
+    int output_status;                          /* of the last line that was printed */
     int nfailed;
     tool_table table;
     bench_bed bed; /* with_hosts */

@@ -210,6 +210,12 @@ bool bench_gpu_is_line(const char *name, size_t length) {
     return false;
 }
 
+bench_carried_name bench_gpu_carried_name(const char *transport) {
+    bench_carried_name name;
+    snprintf(name.text, sizeof name.text, "%s_row_col", transport);
+    return name;
+}
+
 tb_status bench_gpu_job_init(const bench_gpu_case *c, int64_t size, tool_job *job) {
     *job = (tool_job){.memory = {c->memory[TOOL_SOURCE], c->memory[TOOL_TARGET]}};
     tb_status status = tool_side_init(&job->side[TOOL_SOURCE], TOOL_SOURCE, "from", c->src, 0);

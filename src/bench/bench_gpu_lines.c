@@ -1,4 +1,5 @@
 /* What `tensorbus bench --gpu` measures, line after line. */
+#include "base/int.h"
 #include "bench/bench.h"
 #include "tools/gpu.h"
 
@@ -69,13 +70,25 @@ static tb_status run_bus(bench *b, bench_other *o) {
     return bench_bus_run(BENCH_GPU_BUS, TIMES * b->size, "cuda:0", &b->batch, &o->rounds, &b->guard, o->round);
 }
 
-/* Packing and sending by CUDA IPC share the memory of one GPU: 0.5 is the most. */
-static tb_status run_ucx(bench *b, bench_other *o) {
+/* Packing and sending by CUDA IPC share the memory of one GPU: 0.5 is the most. Ranks of NCCL and NVSHMEM that share a
+ * GPU take turns, so there is no mark for these. Each bucket costs three turns, of 0.14 ms on an H200: so they are
+ * larger than by default, unless the settings say another size. */
+static tb_status run_carried(bench *b, bench_other *o) {
+    enum { DEFAULT = 16 << 20, LARGE = 128 << 20, NBUCKETS = 16 };
+    tb_batch_opts opts = b->batch;
+    if (opts.bucket_size == DEFAULT && b->size > (int64_t)NBUCKETS * DEFAULT) {
+        opts.bucket_size = tb__min64(LARGE, b->size / NBUCKETS);
+        opts.staging_bytes = NBUCKETS * opts.bucket_size;
+    }
     const char *lanes = getenv("UCX_TLS");
-    o->result.work = "f32 matrix, 1 process to the columns of 2, by ucx";
-    o->result.against = "contiguous, by ucx";
-    o->result.at_least = lanes && !strstr(lanes, "cuda_ipc") && !strstr(lanes, "all") ? 0.90 : 0.45;
-    return bench_gpu_ucx_run(b->size, &b->batch, &o->rounds, &b->guard, o->round);
+    bool is_ucx = strcmp(b->transport, "ucx") == 0;
+    snprintf(b->carried_work, sizeof b->carried_work, "f32 matrix, 1 process to the columns of 2, by %s", b->transport);
+    snprintf(b->carried_against, sizeof b->carried_against, "contiguous, by %s", b->transport);
+    o->result.work = b->carried_work;
+    o->result.against = b->carried_against;
+    if (is_ucx)
+        o->result.at_least = lanes && !strstr(lanes, "cuda_ipc") && !strstr(lanes, "all") ? 0.90 : 0.45;
+    return bench_gpu_carried_run(b->transport, b->size, &opts, &o->rounds, &b->guard, o->round);
 }
 
 /* gpu_replicate needs most: the matrix five times, and as much for copies; and each process has a context. */
@@ -95,8 +108,8 @@ tb_status bench_gpu_run(bench *b) {
         b->size = choose_size((int64_t)gpus.gpu[0].nbytes);
     b->is_size_given = true; /* it goes by the GPU, not by how long a line takes */
     snprintf(b->gpu, sizeof b->gpu, "%s", gpus.gpu[0].name);
-    if (b->with_ucx)
-        return bench_run_other(b, BENCH_GPU_UCX, NULL, run_ucx);
+    if (b->transport)
+        return bench_run_other(b, bench_gpu_carried_name(b->transport).text, NULL, run_carried);
     for (size_t i = 0; i < bench_gpu_ncases; i++)
         TB_TRY(bench_run_other(b, bench_gpu_cases[i].name, &bench_gpu_cases[i], run_case));
     TB_TRY(bench_run_other(b, BENCH_GPU_LAUNCHES, NULL, run_launches));

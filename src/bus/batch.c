@@ -129,9 +129,13 @@ static tb_status make_exchanges(tb_batch *batch) {
     return TB_OK;
 }
 
-/* Failures after the agreement are reported by transfers. */
+/* Failures after that are reported by transfers. */
+static bool is_registered(const tb__exchange *exchange) {
+    return exchange->has_agreed && !tb__handshake_awaits_comm(&exchange->handshake);
+}
+
 static bool has_failed(const tb__exchange *exchange) {
-    return exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed;
+    return exchange->state == EXCHANGE_BROKEN && !is_registered(exchange);
 }
 
 typedef struct registration {
@@ -151,7 +155,7 @@ static bool is_registration_over(void *arg) {
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         if (has_failed(batch->exchanges.item[i]))
             return true;
-        waits |= batch->exchanges.item[i]->state == EXCHANGE_WAITING;
+        waits |= !is_registered(batch->exchanges.item[i]);
     }
     return !waits;
 }
@@ -166,7 +170,7 @@ static tb_status registration_result(const registration *s) {
             return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     }
     for (size_t i = 0; i < batch->exchanges.count; i++) {
-        if (batch->exchanges.item[i]->state == EXCHANGE_WAITING)
+        if (!is_registered(batch->exchanges.item[i]))
             return tb__exchange_fail_waiting(batch->exchanges.item[i]);
     }
     return TB_OK;
@@ -259,7 +263,7 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
     *out = '\0';
     tb__loop_lock(batch->world->loop);
     for (size_t i = 0; i < batch->exchanges.count && !*out; i++) {
-        if (batch->exchanges.item[i]->state != EXCHANGE_WAITING)
+        if (is_registered(batch->exchanges.item[i]))
             continue;
         (void)tb__exchange_fail_waiting(batch->exchanges.item[i]); /* sets tb_error_detail */
         snprintf(out, room, "%s", tb_error_detail());

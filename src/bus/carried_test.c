@@ -1,5 +1,5 @@
-/* Buckets of tensors on a GPU that go to other processes by ucx, from memory of the GPU to memory of the GPU. UCX is
- * the stand-in of tests/support/fake_ucx, or, on a GPU, one with CUDA. */
+/* Buckets of tensors on a GPU that go to other processes by ucx or nccl, from memory of the GPU to memory of the GPU.
+ * UCX and NCCL are the stand-ins of tests/support, or, on a GPU, the real ones. */
 #include "bus/bus_test.h"
 
 #include <dlfcn.h>
@@ -102,11 +102,30 @@ static void test_checksums(void **state) {
     run_ranks_in(&s, move_summed, 1, 1, NULL);
 }
 
+/* A transport with communicators that the program names takes all buckets. */
+static void move_by_nccl(rank *r) {
+    setup s;
+    set_up(r, &s, "mesh=2 place=S(0)", "mesh=2 place=S(1)", 64, 64, NULL);
+    for (uint32_t version = 1; version <= 3; version++)
+        exchange(r, &s, "a", version);
+    check(!is_a(r) || dump_has(&s, "by nccl from its memory\n"));
+    tear_down(&s);
+}
+
+static void test_nccl(void **state) {
+    (void)state;
+    scene s;
+    scene_init(&s);
+    s.transport = "nccl";
+    run_ranks_in(&s, move_by_nccl, 2, 2, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_the_faster_way),
         cmocka_unit_test(test_small_buckets),
         cmocka_unit_test(test_checksums),
+        cmocka_unit_test(test_nccl),
     };
     return cmocka_run_group_tests_name("carried", tests, NULL, NULL);
 }

@@ -230,6 +230,36 @@ static tb__exchange_devices own_devices(const tb__exchange *exchange) {
     return devices;
 }
 
+/* The device of this rank's first tensor that is on one: its messages may be in memory of that. */
+static void choose_device(tb__exchange *exchange) {
+    for (int side = 0; side < 2; side++) {
+        for (size_t i = 0; i < exchange->sides[side].own.count && !exchange->handshake.device; i++) {
+            const tb__added_tensor *t = exchange->sides[side].own.item[i];
+            exchange->handshake.device = t->device;
+            exchange->handshake.unit = t->unit;
+        }
+    }
+}
+
+/* Prepares the first transfer, if the program has said that this rank sends. Buckets may lie in memory of the
+ * communicator, which is there when it is ready. */
+static void prepare_send(tb__exchange *exchange) {
+    int src = exchange->pair->side;
+    if (exchange->batch->opts.sends && exchange->state == EXCHANGE_AGREED && exchange->flows[src] &&
+        !exchange->lost_ties[src] && !tb__handshake_awaits_comm(&exchange->handshake))
+        tb__flow_prepare_send(exchange->flows[src]);
+}
+
+/* A communicator that has failed once is of no use any more. */
+static void on_exchange_comm(tb__handshake *handshake) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
+    if (handshake->comm->has_failed && exchange->state != EXCHANGE_BROKEN)
+        tb__exchange_break(exchange, tb__fail_within(handshake->comm->status, "%s", exchange->what), true);
+    else
+        prepare_send(exchange);
+    tb__loop_signal(exchange->world->loop);
+}
+
 static void pack_exchange_manifest(tb__handshake *handshake, tb__pack *pack);
 static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u);
 static void on_manifest_confirmed(tb__handshake *handshake, size_t at);
@@ -276,6 +306,7 @@ static tb_status init_exchange(tb__exchange *exchange) {
         if (!s->seats)
             return TB_NO_MEMORY;
     }
+    choose_device(exchange);
     for (int src = 0; src < 2; src++)
         TB_TRY(tb__engine_add_part(exchange, src));
     return TB_OK;
@@ -303,6 +334,7 @@ tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out
     exchange->handshake.on_confirmed = on_manifest_confirmed;
     exchange->handshake.on_broken = on_peer_broken;
     exchange->handshake.on_gone = tb__exchange_on_goodbye;
+    exchange->handshake.on_comm = on_exchange_comm;
     tb_status status = init_exchange(exchange);
     if (status != TB_OK) {
         tb__exchange_destroy(exchange);
@@ -425,6 +457,9 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
         return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s%s", label, what,
                         pair, nhave, handshake->npeers, others, cause);
     }
+    if (tb__handshake_awaits_comm(handshake))
+        return tb__fail(TB_TIMEOUT, "%s has not connected the %zu ranks of %s of pair '%s'%s",
+                        handshake->comm->transport->ops->name, handshake->npeers, what, pair, cause);
     const tb__peer *missing = tb__exchange_find_missing(exchange);
     return tb__fail(TB_TIMEOUT, "the tensors that %s has added to %s of pair '%s' have not come%s",
                     missing ? missing->label : "nobody", what, pair, shortage);
@@ -459,6 +494,8 @@ static void try_agree(tb__exchange *exchange) {
     if (status == TB_OK)
         status = tb__exchange_agree_modes(exchange);
     if (status == TB_OK)
+        status = tb__handshake_make_comm(&exchange->handshake, (size_t)exchange->staging_bytes);
+    if (status == TB_OK)
         status = tb__exchange_make_flows(exchange);
     if (status != TB_OK) {
         tb__exchange_break(exchange, status, true);
@@ -482,10 +519,7 @@ static void try_agree(tb__exchange *exchange) {
     }
     if (exchange->devices)
         tb__world_report(exchange->world);
-    int src = exchange->pair->side;
-    if (exchange->batch->opts.sends && exchange->state == EXCHANGE_AGREED && exchange->flows[src] &&
-        !exchange->lost_ties[src])
-        tb__flow_prepare_send(exchange->flows[src]);
+    prepare_send(exchange);
     tb__loop_signal(exchange->world->loop);
 }
 

@@ -291,6 +291,7 @@ static tb_status create_exchange_flow(tb__exchange *exchange, int src, tb__flow_
                           .peers = exchange->handshake.peers,
                           .ports = exchange->handshake.ports,
                           .npeers = exchange->handshake.npeers,
+                          .comm = exchange->handshake.comm,
                           .lead = tb__handshake_find(&exchange->handshake, exchange->pair->sides[src].peers[0]),
                           .tensors = tensors,
                           .ntensors = ntensors,

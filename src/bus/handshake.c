@@ -87,6 +87,7 @@ tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const ch
 
 void tb__handshake_fini(tb__handshake *handshake) {
     tb_world *world = handshake->world;
+    tb__comm_destroy(handshake->comm);
     tb__loop_remove_port(world->loop, &handshake->port);
     for (tb__handshake **at = &world->handshakes; *at; at = &(*at)->next) {
         if (*at == handshake) {
@@ -149,9 +150,64 @@ static void send_manifest(tb__handshake *handshake, size_t to, size_t at, const 
     send_message(handshake, to, &pack);
 }
 
+static bool are_peers_near(const tb__handshake *handshake) {
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        if (strcmp(handshake->peers[i]->host, handshake->peers[handshake->self]->host) != 0)
+            return false;
+    }
+    return true;
+}
+
+/* Every manifest begins with the sender's transports for memory of devices; the first rank's also with an id. */
+static void pack_comm(const tb__handshake *handshake, tb__pack *pack) {
+    const tb__loop *loop = handshake->world->loop;
+    unsigned char id[TB_COMM_ID_SIZE];
+    uint32_t carriers = handshake->device ? tb__comm_carriers(loop, handshake->device, are_peers_near(handshake)) : 0;
+    tb__comm_pack_carriers(loop, carriers, pack);
+    if (handshake->self != 0 || !carriers)
+        return;
+    tb__comm_make_id(loop, carriers, id);
+    tb__pack_raw(pack, id, sizeof id);
+}
+
+static void unpack_comm(tb__handshake *handshake, size_t at, tb__unpack *manifest) {
+    tb__unpack names = *manifest;
+    uint32_t count = tb__unpack_u32(&names);
+    handshake->ranks[at].carriers = tb__comm_unpack_carriers(handshake->world->loop, manifest);
+    const void *id = at == 0 && count > 0 ? tb__unpack_raw(manifest, TB_COMM_ID_SIZE) : NULL;
+    if (id)
+        memcpy(handshake->comm_id, id, TB_COMM_ID_SIZE);
+}
+
+static void on_comm_changed(tb__comm *comm) {
+    tb__handshake *handshake = comm->arg;
+    handshake->on_comm(handshake);
+}
+
+tb_status tb__handshake_make_comm(tb__handshake *handshake, size_t nbytes) {
+    tb__comm_opts opts = {.carriers = handshake->ranks[0].carriers,
+                          .id = handshake->comm_id,
+                          .peers = handshake->peers,
+                          .npeers = handshake->npeers,
+                          .self = handshake->self,
+                          .device = handshake->device,
+                          .unit = handshake->unit,
+                          .nbytes = nbytes,
+                          .changed = on_comm_changed,
+                          .arg = handshake};
+    for (size_t i = 1; i < handshake->npeers; i++)
+        opts.carriers &= handshake->ranks[i].carriers;
+    return tb__comm_create(handshake->world->loop, &opts, &handshake->comm);
+}
+
+bool tb__handshake_awaits_comm(const tb__handshake *handshake) {
+    return handshake->comm && !handshake->comm->is_ready;
+}
+
 static void send_own_manifest(tb__handshake *handshake) {
     tb__pack manifest = {0};
     uint32_t known = handshake->ports[handshake->self];
+    pack_comm(handshake, &manifest);
     handshake->pack_manifest(handshake, &manifest);
     handshake->ports[handshake->self] = handshake->port.id;
     send_manifest(handshake, handshake->ranks[handshake->self].lead, handshake->self, &manifest);
@@ -328,6 +384,7 @@ static void take_manifest(tb__handshake *handshake, size_t at, const tb__early_m
         return;
     }
     tb__unpack manifest = {row->data, row->data + row->nbytes, false};
+    unpack_comm(handshake, at, &manifest);
     handshake->on_manifest(handshake, at, &manifest);
     if (handshake->status != TB_OK)
         return;

@@ -19,12 +19,14 @@
 
 #include "base/mem.h"
 #include "flow/flow.h"
+#include "loop/comm.h"
 
 /* The state of one rank. */
 typedef struct tb__handshake_rank {
     size_t lead;        /* the position of its lead */
     bool is_confirmed;  /* its manifest is here */
     bool is_gone;       /* it has left */
+    uint32_t carriers;  /* transports for memory of devices that it has, too (loop/comm.h) */
     tb__pack manifest;  /* at leads, for their members */
     tb__pack goodbye;   /* of one that has left: at leads, and where it came before the manifest */
     uint32_t gone_port; /* 0: none; the port of such a goodbye */
@@ -47,6 +49,10 @@ struct tb__handshake {
     size_t nhave;        /* likewise: how many ranks have */
     tb_status status;    /* not TB_OK: it has failed, and ranks that send a manifest get the reason */
     char why[TB__WHY_MAX];
+    tb__device *device;                     /* whose memory messages may be in; set before the manifest is sent. ... */
+    int unit;                               /* ... Its unit. NULL: none */
+    unsigned char comm_id[TB_COMM_ID_SIZE]; /* of the first rank */
+    tb__comm *comm;                         /* among all ranks; NULL: none */
     /* Callbacks, from the driver. The last argument is the owner's part of the message. `on_broken` is optional. */
     void (*pack_manifest)(tb__handshake *handshake, tb__pack *manifest);
     void (*on_manifest)(tb__handshake *handshake, size_t peer, tb__unpack *manifest);
@@ -54,6 +60,8 @@ struct tb__handshake {
     void (*on_broken)(tb__handshake *handshake, size_t peer, tb_status status,
                       const char *why); /* the peer says that the handshake has failed */
     void (*on_gone)(tb__handshake *handshake, size_t peer, tb__unpack *goodbye);
+    /* The communicator is ready, or has failed (tb__comm_opts.changed). */
+    void (*on_comm)(tb__handshake *handshake);
     tb__handshake *next;
 };
 
@@ -76,6 +84,11 @@ tb_status tb__handshake_init(tb__handshake *handshake, tb_world *world, const ch
 /* Sends our manifest to the lead, and takes manifests that arrived early. */
 tb_status tb__handshake_announce(tb__handshake *handshake);
 bool tb__handshake_is_lead(const tb__handshake *handshake);
+/* With all manifests: begins to make a communicator, if there is a transport for it that all ranks have. All ranks call
+ * it with the same nbytes. */
+tb_status tb__handshake_make_comm(tb__handshake *handshake, size_t nbytes);
+/* Whether the communicator is not ready yet, or has never been. */
+bool tb__handshake_awaits_comm(const tb__handshake *handshake);
 /* At a lead that has all manifests: sends them to the members of its side, once. */
 void tb__handshake_tell_members(tb__handshake *handshake);
 /* The peer has left, and may come again: drops its messages. */

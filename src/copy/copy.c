@@ -223,13 +223,33 @@ static void on_copy_manifest(tb__handshake *handshake, size_t at, tb__unpack *ma
     copy->peers[at].staging_bytes = staging_bytes;
 }
 
+/* All manifests are here. */
+static tb_status agree(tb_copy *copy) {
+    tb__handshake_tell_members(&copy->handshake);
+    copy->bucket_size = copy->staging_bytes = INT64_MAX;
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
+        const tb__copy_peer *peer = &copy->peers[i];
+        copy->bucket_size = tb__min64(copy->bucket_size, peer->bucket_size);
+        copy->staging_bytes = tb__min64(copy->staging_bytes, peer->staging_bytes);
+    }
+    if (!copy->handshake.comm)
+        TB_TRY(tb__handshake_make_comm(&copy->handshake, (size_t)copy->staging_bytes));
+    return send_ready(copy);
+}
+
 static void on_copy_confirmed(tb__handshake *handshake, size_t at) {
     tb_copy *copy = (tb_copy *)handshake;
+    tb_status status = handshake->nunconfirmed == 0 ? agree(copy) : TB_OK;
     (void)at;
-    if (handshake->nunconfirmed == 0)
-        tb__handshake_tell_members(handshake);
-    if (handshake->nunconfirmed == 0 && send_ready(copy) != TB_OK)
-        tb__copy_break(copy, TB_NO_MEMORY);
+    if (status != TB_OK)
+        tb__copy_break(copy, status);
+    tb__loop_signal(copy->world->loop);
+}
+
+static void on_copy_comm(tb__handshake *handshake) {
+    tb_copy *copy = (tb_copy *)handshake;
+    if (handshake->comm->has_failed)
+        tb__copy_break(copy, tb__fail_within(handshake->comm->status, "%s", copy->what));
     tb__loop_signal(copy->world->loop);
 }
 
@@ -401,7 +421,7 @@ static tb_status begin_handshake(tb_copy *copy, const char *name, const waiting 
 
 static bool has_agreed_or_broken(void *arg) {
     const tb_copy *copy = arg;
-    return copy->has_agreed || copy->broken != TB_OK;
+    return (copy->has_agreed && !tb__handshake_awaits_comm(&copy->handshake)) || copy->broken != TB_OK;
 }
 
 static tb_status await_agreement(tb_copy *copy, int64_t deadline_ms) {
@@ -409,16 +429,13 @@ static tb_status await_agreement(tb_copy *copy, int64_t deadline_ms) {
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
     TB_TRY(tb__copy_find_loss(copy));
-    copy->bucket_size = copy->staging_bytes = INT64_MAX;
     size_t nhave, missing = tb__handshake_find_missing(&copy->handshake, &nhave);
     if (missing != TB__NOWHERE)
         return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", copy->peers[missing].label,
                         copy->what, nhave, copy->handshake.npeers);
-    for (size_t i = 0; i < copy->handshake.npeers; i++) {
-        const tb__copy_peer *peer = &copy->peers[i];
-        copy->bucket_size = tb__min64(copy->bucket_size, peer->bucket_size);
-        copy->staging_bytes = tb__min64(copy->staging_bytes, peer->staging_bytes);
-    }
+    if (tb__handshake_awaits_comm(&copy->handshake))
+        return tb__fail(TB_TIMEOUT, "%s has not connected the %zu ranks of %s",
+                        copy->handshake.comm->transport->ops->name, copy->handshake.npeers, copy->what);
     return copy->has_agreed ? TB_OK
                             : tb__fail(TB_TIMEOUT, "all ranks have opened %s, but not all know it yet", copy->what);
 }
@@ -475,6 +492,8 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->handshake.on_confirmed = on_copy_confirmed;
     copy->handshake.on_broken = on_copy_broken;
     copy->handshake.on_gone = on_copy_goodbye;
+    copy->handshake.on_comm = on_copy_comm;
+    copy->handshake.device = tb__comm_find_device(world->loop, &copy->handshake.unit);
     name_service(copy, name, NULL);
     copy->memory.invalidate = tb__copy_invalidate;
     tb__loop_lock(world->loop);

@@ -360,6 +360,7 @@ static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tb__flow_tenso
                           .peers = copy->handshake.peers,
                           .ports = copy->handshake.ports,
                           .npeers = copy->handshake.npeers,
+                          .comm = copy->handshake.comm,
                           .lead = copy->handshake.npeers,
                           .started = 1,
                           .tensors = tensors,

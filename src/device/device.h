@@ -130,7 +130,7 @@ typedef struct tb__device_ops {
     void (*unpin)(void *address); /* (with pin) all that the call with this address has pinned */
     /* (optional; default: the device's name) The name of a unit in messages, such as "cuda:1". Any thread. */
     const char *(*unit_name)(tb__device *device, int index);
-    /* (optional, all four; default: TB_MEM_HOST) What transports call its memory. */
+    /* (optional, all six; default: TB_MEM_HOST) What transports call its memory. */
     tb_mem_kind transport_kind;
     /* Memory that transports can send and receive; `alloc` may give memory that they can't. `free` frees it. Any
      * thread. */
@@ -139,6 +139,10 @@ typedef struct tb__device_ops {
      * thread. */
     tb_status (*enter)(tb__device *device, int index);
     void (*leave)(tb__device *device);
+    /* The function that the device's driver exports under that name; NULL: there is none, or no driver. Any thread. */
+    void *(*driver_function)(tb__device *device, const char *name);
+    /* The unit that the calling thread uses. Any thread. */
+    int (*current_unit)(tb__device *device);
 
     /* (optional; default: TB_REFUSED) Lets other processes map memory that `find` found. *key is empty before. */
     tb_status (*share)(tb__device *device, const tb__memory *memory, tb__memory_key *key);

@@ -222,7 +222,8 @@ static void post_message(bucket_message *c, tb_op_kind kind) {
                     .arg = c};
     c->is_posted = true;
     tb__leg_begin_message(tb__staged_bucket_leg(c->staged_bucket));
-    tb_status status = tb__peer_post(m->peer, &c->op);
+    tb_status status =
+        stage && flow->o.comm ? tb__comm_post(flow->o.comm, m->peer, &c->op) : tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
         snprintf(c->op.why, sizeof c->op.why, "%s", tb_error_detail());
@@ -288,7 +289,8 @@ static bool cancel_messages(staged_bucket *p) {
         bucket_message *c = &p->messages[i];
         if (!c->is_posted || c->is_done)
             continue;
-        tb__transport_cancel(p->flow->members[c->member].peer->transport, &c->op);
+        tb__transport_cancel(c->op.comm ? p->flow->o.comm->transport : p->flow->members[c->member].peer->transport,
+                             &c->op);
         is_held |= c->op.status == TB_TIMEOUT;
     }
     return is_held;

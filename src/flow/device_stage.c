@@ -15,12 +15,19 @@ enum {
     TIMED_MIN = 1 << 20, /* bytes of one */
 };
 
+/* The transport that takes memory of the device to and from a member; NULL: none does. */
+static const tb_transport *find_carrier(const tb__flow *flow, const member *m, const tb__device *device) {
+    if (flow->o.comm && flow->o.comm->device == device && tb__comm_reaches(flow->o.comm, m->peer))
+        return flow->o.comm->transport;
+    return !flow->o.comm && tb__peer_carries(m->peer, device) ? m->peer->transport : NULL;
+}
+
 /* Whether a transport takes memory of the device to a reader, or from a sender. */
 static bool has_carrier(const tb__flow *flow, bool is_send, const tb__device *device) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
         bool is_other_end = is_send ? m->setup.is_reader : m->setup.is_sender;
-        if (is_other_end && i != flow->self && tb__peer_carries(m->peer, device))
+        if (is_other_end && i != flow->self && find_carrier(flow, m, device))
             return true;
     }
     return false;
@@ -35,13 +42,22 @@ static bool find_staged(const tb__flow *flow, bool is_send, tb__device **device,
         if (!regions[i])
             continue;
         *device = tb__loop_find_memory(flow->o.loop, (is_send ? &t->src : &t->dst)->base, 1, where);
-        if ((*device)->ops == &tb__host_device_ops)
+        if ((*device)->ops == &tb__host_device_ops || (flow->o.comm && flow->o.comm->unit != where->index))
             continue;
         *is_carried = has_carrier(flow, is_send, *device);
         if (*is_carried || (is_send && (flow->o.staged || t->spec.coded || !where->is_shareable)))
             return true;
     }
     return false;
+}
+
+/* Each direction and end has a quarter of the communicator's memory. */
+static void take_comm_memory(const tb__flow *flow, bool is_send, device_stage *s) {
+    char *all = tb__comm_memory(flow->o.comm);
+    size_t part = flow->o.comm->nbytes / 4 / 256 * 256;
+    s->is_of_comm = all != NULL;
+    s->memory = all ? all + part * (2 * flow->o.direction + is_send) : NULL;
+    s->nbytes = s->nbytes < part ? s->nbytes : part;
 }
 
 /* Without it, buckets are staged in host memory. */
@@ -55,10 +71,12 @@ void tb__staged_make_device_stage(tb__flow *flow, bool is_send) {
         return;
     s->unit = where.index;
     s->nbytes = (size_t)flow->staged.pool_size[is_send ? POOL_SEND : POOL_RECEIVE];
+    if (is_carried && flow->o.comm)
+        take_comm_memory(flow, is_send, s);
     __typeof__(s->device->ops->alloc) alloc = is_carried ? s->device->ops->alloc_for_transport : s->device->ops->alloc;
-    if (alloc(s->device, s->unit, s->nbytes, (void **)&s->memory) != TB_OK)
+    if (!s->memory && alloc(s->device, s->unit, s->nbytes, (void **)&s->memory) != TB_OK)
         s->memory = NULL;
-    else if (is_send && tb__region_get(flow->o.loop, s->memory, s->nbytes, &s->region) != TB_OK)
+    else if (is_send && !s->is_of_comm && tb__region_get(flow->o.loop, s->memory, s->nbytes, &s->region) != TB_OK)
         tb__staged_free_device_stages(flow);
 }
 
@@ -67,7 +85,7 @@ void tb__staged_free_device_stages(tb__flow *flow) {
     for (int is_send = 0; is_send < 2; is_send++) {
         device_stage *s = &flow->staged.on_device[is_send];
         tb__region_put(s->region);
-        if (s->memory && !flow->staged.held)
+        if (s->memory && !s->is_of_comm && !flow->staged.held)
             s->device->ops->free(s->device, s->memory);
         *s = (device_stage){0};
     }
@@ -185,7 +203,7 @@ bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket) 
         return false;
     if (m->setup.stage && m->direct.peer_exposure)
         device = tb__peer_memory_find(m->setup.stage, &memory);
-    else if (s->memory && tb__peer_carries(m->peer, s->device) &&
+    else if (s->memory && find_carrier(flow, m, s->device) &&
              (size_t)flow->setup.ir->buckets[bucket].total_bytes <= s->nbytes)
         device = tb__loop_find_memory(flow->o.loop, s->memory, 1, &memory);
     return device && is_copied_by(flow, bucket, false, device) && can_targets_read(flow, bucket, &memory);
@@ -195,21 +213,26 @@ bool tb__staged_unpacks_on_device(tb__flow *flow, const lane *l, size_t bucket) 
 
 bool tb__staged_carries(const tb__flow *flow, const member *to) {
     const device_stage *s = &flow->staged.on_device[true];
-    return s->memory && tb__peer_carries(to->peer, s->device);
+    return s->memory && find_carrier(flow, to, s->device);
 }
 
 /* The first receiver that gets the bucket by a transport; NULL: all map the stage. */
-static tb__peer *find_carried(const staged_bucket *p) {
+static const member *find_carried(const staged_bucket *p) {
     for (size_t i = 0; i < p->nmessages; i++) {
         const member *m = &p->flow->members[p->messages[i].member];
         if (tb__staged_carries(p->flow, m))
-            return m->peer;
+            return m;
     }
     return NULL;
 }
 
 static bool is_decided(const tb__peer *peer) {
     return peer->timed[0].count >= TIMED && peer->timed[1].count >= TIMED;
+}
+
+/* Whether the program has named the transport for memory of the device. */
+static bool is_requested(const tb__flow *flow) {
+    return flow->o.comm && flow->o.comm->is_requested;
 }
 
 static bool is_only_outgoing(const staged_bucket *p) {
@@ -224,13 +247,13 @@ static bool is_only_outgoing(const staged_bucket *p) {
  * received. */
 bool tb__staged_prefers_device(staged_bucket *p) {
     const bucket_path *path = &p->flow->setup.paths[p->bucket];
-    const tb__peer *peer = find_carried(p);
+    const member *to = find_carried(p);
     if (!path->is_packed_on_device || path->nstaged_on_device != path->nstaged)
         return false;
-    if (!peer)
+    if (!to || is_requested(p->flow))
         return true;
-    const struct tb__timed *timed = peer->timed;
-    if (is_decided(peer))
+    const struct tb__timed *timed = to->peer->timed;
+    if (is_decided(to->peer))
         return timed[true].rate >= timed[false].rate;
     if (p->nbytes < TIMED_MIN || !is_only_outgoing(p))
         return true;
@@ -239,35 +262,38 @@ bool tb__staged_prefers_device(staged_bucket *p) {
     return timed[true].count < TIMED;
 }
 
-static void describe_way(const tb__flow *flow, const tb__peer *peer, tb__text *out) {
+static void describe_way(const tb__flow *flow, const member *to, tb__text *out) {
     const device_stage *s = &flow->staged.on_device[true];
+    const tb__peer *peer = to->peer;
     const struct tb__timed *t = peer->timed;
-    const char *unit = tb__device_unit_name(s->device, s->unit);
-    if (is_decided(peer))
+    const char *unit = tb__device_unit_name(s->device, s->unit), *name = find_carrier(flow, to, s->device)->ops->name;
+    if (is_requested(flow))
+        tb__text_add(out, "buckets of %s go to %s by %s from its memory", unit, peer->label, name);
+    else if (is_decided(peer))
         tb__text_add(out, "buckets of %s go to %s by %s from %s: %.3g GB/s, by way of %s %.3g GB/s", unit, peer->label,
-                     peer->transport->ops->name, t[1].rate >= t[0].rate ? "its memory" : "host memory",
-                     1e-9 * fmax(t[0].rate, t[1].rate), t[1].rate >= t[0].rate ? "host memory" : "its memory",
-                     1e-9 * fmin(t[0].rate, t[1].rate));
+                     name, t[1].rate >= t[0].rate ? "its memory" : "host memory", 1e-9 * fmax(t[0].rate, t[1].rate),
+                     t[1].rate >= t[0].rate ? "host memory" : "its memory", 1e-9 * fmin(t[0].rate, t[1].rate));
     else
         tb__text_add(out,
                      "buckets of %s go to %s by %s from its memory; whether host memory is faster is known when %d of "
                      "at least 1 MiB have been timed each way",
-                     unit, peer->label, peer->transport->ops->name, TIMED);
+                     unit, peer->label, name, TIMED);
 }
 
 void tb__staged_describe_way(const tb__flow *flow, const member *to, tb__text *out) {
     if (!tb__staged_carries(flow, to))
         return;
     tb__text_add(out, "  ");
-    describe_way(flow, to->peer, out);
+    describe_way(flow, to, out);
     tb__text_add(out, "\n");
 }
 
 void tb__staged_end_timing(staged_bucket *p) {
-    tb__peer *peer = find_carried(p);
+    const member *to = find_carried(p);
     tb__text text = {0};
-    if (p->timed_from == 0 || !peer)
+    if (p->timed_from == 0 || !to)
         return;
+    tb__peer *peer = to->peer;
     struct tb__timed *timed = &peer->timed[tb__staged_find_device(p->flow, p->buffer) != NULL];
     double rate = (double)p->nbytes / (tb__seconds() - p->timed_from);
     bool was_decided = is_decided(peer);
@@ -275,7 +301,7 @@ void tb__staged_end_timing(staged_bucket *p) {
     timed->rate = fmax(timed->rate, rate);
     if (was_decided || !is_decided(peer))
         return;
-    describe_way(p->flow, peer, &text);
+    describe_way(p->flow, to, &text);
     tb__log(TB_LOG_INFO, "%s", text.data ? text.data : "");
     tb__text_fini(&text);
 }

@@ -25,6 +25,7 @@
 #ifndef TB_FLOW_FLOW_H
 #define TB_FLOW_FLOW_H
 
+#include "loop/comm.h"
 #include "loop/stream.h"
 #include "tensorbus/plan.h"
 
@@ -126,6 +127,7 @@ typedef struct tb__flow_opts {
     tb__peer *const *peers; /* all ranks of both sides, each once, ascending, this one too; borrowed */
     const uint32_t *ports;  /* theirs; borrowed */
     size_t npeers;
+    tb__comm *comm;   /* that carries buckets in memory of its device; NULL: none. Borrowed */
     size_t lead;      /* position of the peer that issues numbers; npeers: no peer does ... */
     uint64_t started; /* ... beyond this one, which all know of */
     const tb__flow_tensor *tensors;

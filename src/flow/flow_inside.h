@@ -148,12 +148,12 @@ struct flow_groups {
 /* Only copy.c writes it, except where noted. */
 struct flow_copies {
     prepared prepared[COPY_KINDS];
-    copy_op *ops;                /* under way, a list */
-    size_t nops;                 /* including those whose `end` is running */
-    bool is_stuck;               /* a device has not finished copies in time: the memory that they use is kept */
-    bool is_orphan;              /* the flow is freed when the last copy is done ... */
-    tb__quarantine *quarantine;  /* ... and until then its tensors are in use */
-    tb__jobs_run rehearsal;      /* of COPY_DIRECT, before the first receive */
+    copy_op *ops;               /* under way, a list */
+    size_t nops;                /* including those whose `end` is running */
+    bool is_stuck;              /* a device has not finished copies in time: the memory that they use is kept */
+    bool is_orphan;             /* the flow is freed when the last copy is done ... */
+    tb__quarantine *quarantine; /* ... and until then its tensors are in use */
+    tb__jobs_run rehearsal;     /* of COPY_DIRECT, before the first receive */
     bool is_rehearsing;
     tb__stream_point *points[2]; /* by leg (is_send): tensors are read and written after it; NULL: at once (stream.c) */
 };

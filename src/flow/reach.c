@@ -275,9 +275,10 @@ static tb_status choose_all_paths(tb__flow *flow) {
     return tb__staged_fit_stash(flow);
 }
 
-/* When all senders have sent BIND: decides what is staged, and sends REACH. */
+/* When all senders have sent BIND: decides what is staged, and sends REACH. Buckets may lie in the communicator's
+ * memory, which is there when it is ready: a receive begins after that. */
 bool tb__flow_try_reach(tb__flow *flow) {
-    if (flow->setup.is_reached)
+    if (flow->setup.is_reached || (flow->o.comm && !flow->o.comm->is_ready && !flow->o.comm->has_failed))
         return false;
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].setup.is_sender && !flow->members[i].setup.is_bound)

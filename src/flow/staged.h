@@ -97,7 +97,8 @@ typedef struct device_stage {
     int unit;
     char *memory; /* NULL: there is none */
     size_t nbytes;
-    tb__region *region;
+    bool is_of_comm;    /* the memory belongs to the flow's communicator */
+    tb__region *region; /* for readers that map it */
 } device_stage;
 
 /* Progress of a lane in the current transfers. */

@@ -6,6 +6,7 @@
 #include "base/mem.h"
 #include "base/proof.h"
 #include "loop/adopted.h"
+#include "loop/comm.h"
 #include "loop/share.h"
 #include "loop/stream.h"
 
@@ -382,29 +383,38 @@ static tb__device *find_kind(const tb__loop *loop, tb_mem_kind kind) {
 }
 
 static tb_status enter_device(void *arg, tb_mem_kind kind, int index) {
-    tb__device *device = find_kind(arg, kind);
+    tb__device *device = find_kind(((const tb__loop_transport *)arg)->loop, kind);
     return device ? device->ops->enter(device, index) : tb__fail(TB_INVALID, "there is no device of kind %d", kind);
 }
 
 static void leave_device(void *arg, tb_mem_kind kind) {
-    tb__device *device = find_kind(arg, kind);
+    tb__device *device = find_kind(((const tb__loop_transport *)arg)->loop, kind);
     device->ops->leave(device);
+}
+
+static void *device_function(void *arg, tb_mem_kind kind, const char *name) {
+    tb__device *device = find_kind(((const tb__loop_transport *)arg)->loop, kind);
+    return device ? device->ops->driver_function(device, name) : NULL;
 }
 
 static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const char *name) {
     tb__proof_key key;
     _Static_assert(sizeof key == TB_KEY_SIZE, "transports get the whole key");
     tb__proof_key_derive(o->token, "rank", &key);
+    tb_transport *t = &loop->transports[loop->ntransports];
+    tb__loop_transport *caller = &loop->callers[loop->ntransports];
+    *caller = (tb__loop_transport){loop, t};
     tb_transport_env env = {.size = sizeof env,
                             .rank = loop->transport_rank,
-                            .arg = loop,
+                            .arg = caller,
                             .lost = tb__peer_on_lost,
                             .reached = tb__peer_on_reached,
                             .is_driven = !o->manual,
                             .enter_device = enter_device,
                             .leave_device = leave_device,
+                            .device_function = device_function,
+                            .tell = tb__comm_tell,
                             .key = key.bytes};
-    tb_transport *t = &loop->transports[loop->ntransports];
     TB_TRY(tb__transport_open(name, &env, t));
     struct epoll_event event = {.events = EPOLLIN};
     if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, t->ops->fd(t->context), &event) != 0) {
@@ -438,25 +448,44 @@ static void record_missing_transport(tb__loop *loop, const char *name) {
     snprintf(loop->missing + n, sizeof loop->missing - n, "%s%s: %s", n ? "; " : "", name, tb_error_detail());
 }
 
+static bool has_carrier(const tb__loop *loop, unsigned memory) {
+    bool has = false;
+    for (size_t i = 0; i < loop->ntransports; i++) {
+        for (int kind = TB_MEM_HOST + 1; kind <= TB_MEM_CUDA; kind++)
+            has |= memory >> kind & 1U && tb__transport_carries(&loop->transports[i], (tb_mem_kind)kind);
+    }
+    return has;
+}
+
+/* Whether a transport is opened if that is possible. Those with communicators are, where no other takes memory of their
+ * kind; and if one was requested, network transports are, for all that it does not carry. */
+static bool is_wanted(const tb__loop *loop, const tb__loop_opts *o, bool is_auto, const tb_transport_ops *ops) {
+    if (loop->requested_comms)
+        return !ops->comm_create && !ops->is_local;
+    return is_auto && !o->is_local && !ops->is_by_request && !(ops->comm_create && has_carrier(loop, ops->memory));
+}
+
 /* `self` for this process; for peers all transports of the registry, or the requested one. */
 static tb_status open_transports(tb__loop *loop, const tb__loop_opts *o) {
     bool is_auto = !o->transport || strcmp(o->transport, "auto") == 0;
-    bool is_known = is_auto;
-    loop->is_transport_requested = !is_auto;
+    const tb_transport_ops *requested = NULL;
+    for (const tb_transport_ops *const *ops = tb__transports; *ops && !is_auto; ops++)
+        requested = strcmp((*ops)->name, o->transport) == 0 ? *ops : requested;
+    if (!is_auto && !requested)
+        return tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);
+    loop->requested_comms = requested && requested->comm_create ? requested : NULL;
+    loop->is_transport_requested = requested && !loop->requested_comms;
     if (is_auto && o->is_local)
         snprintf(loop->missing, sizeof loop->missing,
                  "the store can be reached on this machine only, so no network transport was opened");
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
-        const char *name = (*ops)->name;
-        bool is_requested = !is_auto && strcmp(name, o->transport) == 0;
-        bool is_needed = *ops == &tb__self_ops || is_requested || (is_auto && (*ops)->is_local);
-        is_known |= is_requested;
+        bool is_needed = *ops == &tb__self_ops || *ops == requested || (is_auto && (*ops)->is_local);
         if (is_needed)
-            TB_TRY(open_transport(loop, o, name));
-        else if (is_auto && !o->is_local && open_transport(loop, o, name) != TB_OK)
-            record_missing_transport(loop, name);
+            TB_TRY(open_transport(loop, o, (*ops)->name));
+        else if (is_wanted(loop, o, is_auto, *ops) && open_transport(loop, o, (*ops)->name) != TB_OK)
+            record_missing_transport(loop, (*ops)->name);
     }
-    return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);
+    return TB_OK;
 }
 
 static tb_status open_descriptors(tb__loop *loop) {

@@ -110,6 +110,7 @@ enum {
     TB__PORT_WORLD = 1,      /* the first port that is added */
     TB__CONTACT_PREFIX = 64, /* first bytes of a contact; equal for processes on one machine */
 };
+#define TB__PORT_TRANSPORTS UINT32_MAX /* of transports with communicators (comm.h) */
 
 tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out);
 /* Tasks and ports must have been removed. */

@@ -13,6 +13,12 @@ enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 4 };
 enum { TB__TAG_MESSAGE = 0 };
 #define TB__TAG_DATA ((uint64_t)1 << 63)
 
+/* What an open transport calls its tb_transport_env.arg. */
+typedef struct tb__loop_transport {
+    tb__loop *loop;
+    const tb_transport *transport;
+} tb__loop_transport;
+
 struct tb__loop {
     int32_t rank, transport_rank;
     pthread_mutex_t lock;
@@ -31,10 +37,12 @@ struct tb__loop {
     char host[TB__CONTACT_PREFIX];
     int64_t begun;                               /* in seconds since 1970 */
     tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */
+    tb__loop_transport callers[TB__MAX_TRANSPORTS];
     size_t ntransports;
-    bool is_transport_requested;                  /* opts name one of them, which is used for all peers */
-    char missing[256];                            /* transports that could not be opened, and why */
-    tb__device *devices[TB__MAX_DEVICES];         /* the host last */
+    bool is_transport_requested;             /* opts name one of them, which is used for all peers; or ... */
+    const tb_transport_ops *requested_comms; /* ... one with communicators, and others for all else; NULL: not so */
+    char missing[256];                       /* transports that could not be opened, and why */
+    tb__device *devices[TB__MAX_DEVICES];    /* the host last */
     _Atomic bool is_device_used[TB__MAX_DEVICES]; /* memory of it was found in use */
     size_t ndevices;
     tb__submitted *submitted; /* not done yet */
@@ -74,5 +82,6 @@ void tb__peer_on_reached(void *arg, int32_t transport_rank);
 /* Connects peers that have connected to this process. Not in a callback of a transport. */
 void tb__peers_open_met(tb__loop *loop);
 void tb__peers_free(tb__loop *loop);
+tb__peer *tb__loop_find_by_transport_rank(tb__loop *loop, int32_t transport_rank); /* NULL: there is none */
 
 #endif

@@ -8,6 +8,7 @@
 #include "base/mem.h"
 #include "base/process.h"
 #include "base/traffic.h"
+#include "loop/comm.h"
 #include "loop/share.h"
 
 #include <fcntl.h>
@@ -61,7 +62,8 @@ tb_status tb__loop_contact(tb__loop *loop, tb__pack *out) {
         unsigned char address[TB_ADDRESS_MAX];
         size_t nbytes = sizeof address;
         const tb_transport *t = &loop->transports[i];
-        tb_status status = t->ops->address(t->context, address, &nbytes);
+        tb_status status = t->ops->address ? t->ops->address(t->context, address, &nbytes) : TB_OK;
+        nbytes = t->ops->address ? nbytes : 0;
         if (status != TB_OK) {
             tb__pack_fini(&pack);
             return status;
@@ -108,6 +110,7 @@ static void report_loss_to_ports(tb__peer *peer) {
             port->lost(port, peer);
     }
     tb__shares_on_lost(peer);
+    tb__comms_on_lost(peer);
 }
 
 /* For a peer that this process is not connected to: it is lost once its messages have been received. The last of them
@@ -156,8 +159,8 @@ static void deliver_message(tb__peer *peer, uint32_t id, const unsigned char *da
     tb__unpack message = {data, data + nbytes, false};
     if (peer->loss_reported)
         return;
-    if (id == TB__PORT_LOOP) {
-        if (!tb__shares_on_message(peer, &message))
+    if (id == TB__PORT_LOOP || id == TB__PORT_TRANSPORTS) {
+        if (!(id == TB__PORT_LOOP ? tb__shares_on_message : tb__comms_on_message)(peer, &message))
             disconnect_peer(peer, tb_error_detail());
         tb__loop_wake(loop);
         return;
@@ -340,7 +343,7 @@ static void begin_receiving(tb__peer *peer) {
 }
 
 void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why) {
-    tb__loop *loop = arg;
+    tb__loop *loop = ((const tb__loop_transport *)arg)->loop;
     for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
         if (peer->transport_rank == transport_rank && !peer->is_disconnected) {
             peer->is_disconnected = true;
@@ -349,7 +352,7 @@ void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why) {
     }
 }
 
-static tb__peer *find_by_transport_rank(tb__loop *loop, int32_t transport_rank) {
+tb__peer *tb__loop_find_by_transport_rank(tb__loop *loop, int32_t transport_rank) {
     size_t probe = 0, i;
     tb__peer *found = NULL; /* the newest */
     while ((i = tb__index_next(&loop->peer_index, tb__hash(0, (uint32_t)transport_rank), &probe)) != TB__NOWHERE) {
@@ -373,8 +376,8 @@ static void mark_met(tb__peer *peer) {
 }
 
 void tb__peer_on_reached(void *arg, int32_t transport_rank) {
-    tb__loop *loop = arg;
-    tb__peer *peer = find_by_transport_rank(loop, transport_rank);
+    tb__loop *loop = ((const tb__loop_transport *)arg)->loop;
+    tb__peer *peer = tb__loop_find_by_transport_rank(loop, transport_rank);
     if (peer)
         mark_met(peer);
     else if (!tb__vec_push(&loop->strangers, transport_rank))
@@ -549,7 +552,7 @@ static const tb_transport *choose_transport(const tb__loop *loop, bool is_here, 
     for (size_t i = 0; i < loop->ntransports; i++) {
         const tb_transport *t = &loop->transports[i];
         bool is_self = t->ops == &tb__self_ops;
-        if (is_self != is_here || (t->ops->is_local && !is_near && !loop->is_transport_requested))
+        if (is_self != is_here || !t->ops->connect || (t->ops->is_local && !is_near && !loop->is_transport_requested))
             continue;
         *address = find_address(transports, t->ops->name, nbytes);
         tb__set_detail("%s", "");
@@ -591,7 +594,7 @@ static void peer_fini(tb__peer *peer) {
 }
 
 tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation) {
-    return find_by_transport_rank(loop, tb__transport_rank(rank, incarnation));
+    return tb__loop_find_by_transport_rank(loop, tb__transport_rank(rank, incarnation));
 }
 
 tb__peer *tb__loop_peers(const tb__loop *loop) {

@@ -1,9 +1,10 @@
-/* Transports: whether they open, as in a world, and the hosts that UCX reaches in its environment. */
+/* Transports: whether they open, as in a world, and the hosts that UCX and NVSHMEM reach. */
 #include "tools/doctor.h"
 
 #include "tools/gpu.h"
 #include "transport/transport.h"
 
+#include <dirent.h>
 #include <net/if.h>
 #include <stdio.h>
 #include <string.h>
@@ -36,9 +37,9 @@ static bool open_transport(const void *arg, int out) {
 
 /* ---- UCX ------------------------------------------------------------------------------------------------------- */
 
-static bool find_ucx(const void *arg, int out) {
-    (void)arg;
-    const char *found = tb__ucx_found();
+/* arg: a pointer to tb__ucx_found, or another such function. */
+static bool find_library(const void *arg, int out) {
+    const char *found = (*(const char *(*const *)(void))arg)();
     return *found && write(out, found, strlen(found)) > 0;
 }
 
@@ -141,7 +142,8 @@ static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
     bool has_settings;
     doctor_answer version;
     tb__text far = {0}, near = {0};
-    doctor_probe(find_ucx, NULL, &version);
+    const char *(*const find)(void) = tb__ucx_found;
+    doctor_probe(find_library, &find, &version);
     describe_ucx(&version, answer->said, about, sizeof about, &has_settings);
     pick_lanes(answer->is_ok ? answer->said : "", true, &far);
     pick_lanes(answer->is_ok ? answer->said : "", false, &near);
@@ -166,6 +168,75 @@ static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
     tb__text_fini(&near);
 }
 
+/* ---- NCCL ------------------------------------------------------------------------------------------------------- */
+
+/* It carries memory of GPUs only, so there is nothing to say of a host without. */
+static void add_nccl(doctor *d, const char *title) {
+    const char *(*const find)(void) = tb__nccl_found;
+    int major = 0, minor = 0;
+    tool_gpus gpus;
+    doctor_answer version;
+    if (tool_gpus_look(&gpus) != TB_OK)
+        return;
+    doctor_probe(find_library, &find, &version);
+    if (!version.is_ok)
+        snprintf(version.said, sizeof version.said, "there is no libnccl.so.2");
+    bool is_good = sscanf(version.said, "%d.%d", &major, &minor) == 2 && 10000 * major + 100 * minor >= TB__NCCL_OLDEST;
+    doctor_add(d, is_good ? DOCTOR_OK : DOCTOR_LIMITED, title,
+               is_good ? NULL
+                       : "pip install nvidia-nccl-cu13, or let TENSORBUS_NCCL name the libnccl.so.2 of NCCL 2.19 or "
+                         "later; until then memory of GPUs goes to other hosts by ucx",
+               "%s%s",
+               is_good         ? "memory of GPUs: NCCL "
+               : version.is_ok ? "this is too old: NCCL "
+                               : "",
+               version.said);
+}
+
+/* ---- NVSHMEM ---------------------------------------------------------------------------------------------------- */
+
+/* Writes the version, the path, and what lies beside it: how it starts, and the ways to other hosts. */
+static bool find_nvshmem(const void *arg, int out) {
+    static const char start[] = "nvshmem_bootstrap_uid.so", way[] = "nvshmem_transport_";
+    const char *found = tb__nvshmem_found(), *path = strchr(found, '/'), *name = path ? strrchr(path, '/') : NULL;
+    char folder[1024];
+    tb__text ways = {0};
+    bool can_start = false;
+    (void)arg;
+    snprintf(folder, sizeof folder, "%.*s", name ? (int)(name - path) : 1, name ? path : ".");
+    DIR *entries = opendir(folder);
+    for (struct dirent *e; entries && (e = readdir(entries));) {
+        can_start |= strncmp(e->d_name, start, sizeof start - 1) == 0;
+        if (strncmp(e->d_name, way, sizeof way - 1) == 0)
+            tb__text_add(&ways, "%s%.*s", ways.count ? ", " : "", (int)strcspn(e->d_name + sizeof way - 1, "."),
+                         e->d_name + sizeof way - 1);
+    }
+    if (entries)
+        closedir(entries);
+    if (*found)
+        dprintf(out, "%s; to other hosts: %s%s", found, ways.count ? ways.data : "nothing beside it",
+                can_start ? "" : "; it lacks nvshmem_bootstrap_uid.so, without which it can't start");
+    tb__text_fini(&ways);
+    return *found;
+}
+
+/* Where there is a GPU. It is used only if a program names it. */
+static void add_nvshmem(doctor *d, const char *title) {
+    static const char remedy[] =
+        "pip install nvidia-nvshmem-cu13, and let TENSORBUS_NVSHMEM name its libnvshmem_host.so.3";
+    tool_gpus gpus;
+    doctor_answer answer;
+    if (tool_gpus_look(&gpus) != TB_OK)
+        return;
+    doctor_probe(find_nvshmem, NULL, &answer);
+    if (answer.is_ok)
+        doctor_add(d, strstr(answer.said, "it lacks") ? DOCTOR_LIMITED : DOCTOR_OK, title,
+                   strstr(answer.said, "it lacks") ? remedy : NULL, "NVSHMEM %.600s", answer.said);
+    else
+        doctor_add(d, DOCTOR_OK, title, remedy,
+                   "there is no NVSHMEM %d; only programs that name this transport need it", TB__NVSHMEM_MAJOR);
+}
+
 /* ---- All of them ------------------------------------------------------------------------------------------------ */
 
 void doctor_transports(doctor *d, const char *name) {
@@ -173,6 +244,14 @@ void doctor_transports(doctor *d, const char *name) {
         char title[64];
         doctor_answer answer;
         snprintf(title, sizeof title, "%s %s", name, (*ops)->name);
+        if (*ops == &tb__nccl_ops) {
+            add_nccl(d, title);
+            continue;
+        }
+        if (*ops == &tb__nvshmem_ops) {
+            add_nvshmem(d, title);
+            continue;
+        }
         doctor_probe(open_transport, *ops, &answer);
         if (*ops == &tb__ucx_ops)
             add_ucx(d, title, &answer);

@@ -51,9 +51,11 @@ tb_status tb_transport_register(const tb_transport_ops *callers) {
     TB_TRY(tb__opts_read(&ops, sizeof ops, callers));
     if (!ops.name)
         return tb__fail(TB_INVALID, "a transport without a name");
-    if (!ops.open || !ops.close || !ops.address || !ops.connect || !ops.post || !ops.cancel || !ops.progress || !ops.fd)
+    bool has_comms = ops.comm_create && ops.comm_id && ops.comm_check && ops.comm_destroy && ops.told && ops.peer_lost;
+    if (!ops.open || !ops.close || !(has_comms || (ops.address && ops.connect)) || !ops.post || !ops.cancel ||
+        !ops.progress || !ops.fd)
         return tb__fail(TB_INVALID, "transport '%.40s' lacks a function that is not optional", ops.name);
-    if (!(ops.memory & 1U << TB_MEM_HOST))
+    if (!has_comms && !(ops.memory & 1U << TB_MEM_HOST))
         return tb__fail(TB_INVALID, "transport '%.40s' does not carry host memory, which ranks' messages are in",
                         ops.name);
     pthread_mutex_lock(&lock);

@@ -72,7 +72,7 @@ void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges,
                      size_t npieces);
 
 /* Those of this build, in order of preference: each is a folder with a table tb__NAME_ops. */
-#define TB__BUILT_IN_TRANSPORTS(each) each(self) each(shm) each(ucx)
+#define TB__BUILT_IN_TRANSPORTS(each) each(self) each(shm) each(ucx) each(nccl) each(nvshmem)
 #define TB__DECLARE_TRANSPORT(name)   extern const tb_transport_ops tb__##name##_ops;
 TB__BUILT_IN_TRANSPORTS(TB__DECLARE_TRANSPORT)
 
@@ -92,5 +92,19 @@ bool tb__interface_is_public(const char *name, char address[TB__ADDRESS_TEXT]);
 
 /* Whether a lane reaches other machines. */
 bool tb__ucx_lane_is_network(const char *lane);
+
+/* ---- nccl ------------------------------------------------------------------------------------------------------ */
+
+enum { TB__NCCL_OLDEST = 21900 }; /* the oldest version that is supported, as NCCL counts: 2.19.0 */
+
+/* "2.30.7, /usr/lib/x86_64-linux-gnu/libnccl.so.2": the NCCL that was found, also if it is too old; empty: none was. */
+const char *tb__nccl_found(void);
+
+/* ---- nvshmem --------------------------------------------------------------------------------------------------- */
+
+enum { TB__NVSHMEM_MAJOR = 3 }; /* the version that is supported */
+
+/* "3.8.0, /usr/lib/x86_64-linux-gnu/libnvshmem_host.so.3": what was found; empty: nothing was. */
+const char *tb__nvshmem_found(void);
 
 #endif

@@ -4,7 +4,7 @@
 . "$(dirname -- "$0")/support.sh"
 
 accepted config
-lines 14
+lines 16
 printed '^log  *TENSORBUS_LOG  *warn  *default  [a-z]'
 printed '^bucket_size  *TENSORBUS_BUCKET_SIZE  *16MiB  *default  [a-z]'
 printed '^staging_bytes  *TENSORBUS_STAGING_BYTES  *256MiB  *default  [a-z]'

@@ -64,9 +64,36 @@ printed '^{"name":"ucx_row_col",.*"ratio":[0-9.]*,"against":"contiguous, by ucx"
 TENSORBUS_UCX=$FAKE_UCX UCX_TLS=tcp,cuda_copy accepted bench --gpu --transport ucx --size 2MiB --rounds 1 --json
 printed '"at_least":0.90,'
 clean 'bench --gpu --transport ucx'
+TENSORBUS_NCCL=$FAKE_NCCL accepted bench --gpu --transport nccl --size 8MiB --rounds 1 --json
+printed '^{"name":"nccl_row_col",.*"ratio":[0-9.]*,"against":"contiguous, by nccl"'
+clean 'bench --gpu --transport nccl'
+TENSORBUS_NVSHMEM=$FAKE_NVSHMEM accepted bench --gpu --transport nvshmem --size 8MiB --rounds 1 --json
+printed '^{"name":"nvshmem_row_col",.*"ratio":[0-9.]*,"against":"contiguous, by nvshmem"'
+clean 'bench --gpu --transport nvshmem'
+TENSORBUS_NCCL=/nowhere/libnccl.so.2 run bench --gpu --transport nccl --size 8MiB --rounds 1
+expect_status 1 'bench by an NCCL that is missing'
+grep -q 'transport nccl needs NCCL .*/nowhere/libnccl.so.2' "$err" || fail "bench by an NCCL that is missing: $(cat "$err")"
+refused "--transport is ucx, nccl or nvshmem, not 'shm'" bench --gpu --transport shm
 TENSORBUS_UCX=$FAKE_UCX accepted doctor
 printed '^limited  *transport ucx  *takes no memory of GPUs, which passes through host memory: it lacks cuda_copy, '
 printed 'UCX [0-9.]*, .*libfake_ucx.so\|UCX [0-9.]*, .*libucp.so'
+TENSORBUS_NCCL=$FAKE_NCCL accepted doctor
+printed "^ok  *transport nccl  *memory of GPUs: NCCL 2\.30\.7, $FAKE_NCCL\$"
+TENSORBUS_NCCL=$FAKE_NCCL FAKE_NCCL_VERSION=21803 accepted doctor
+printed "^limited  *transport nccl  *this is too old: NCCL 2\.18\.3, $FAKE_NCCL\$"
+TENSORBUS_NCCL=/nowhere/libnccl.so.2 accepted doctor
+printed '^limited  *transport nccl  *there is no libnccl\.so\.2$'
+printed '^  *-> pip install nvidia-nccl-cu13, '
+TENSORBUS_NVSHMEM=/nowhere/libnvshmem_host.so.3 accepted doctor
+printed '^ok  *transport nvshmem  *there is no NVSHMEM 3; only programs that name this transport need it$'
+printed '^  *-> pip install nvidia-nvshmem-cu13, '
+TENSORBUS_NVSHMEM=$FAKE_NVSHMEM accepted doctor
+printed "^limited  *transport nvshmem  *NVSHMEM 3\.0\.0, $FAKE_NVSHMEM; to other hosts: nothing beside it; it lacks nvshmem_boot"
+cp -L "$FAKE_NVSHMEM" "$tmp/libnvshmem_host.so.3"
+: >"$tmp/nvshmem_bootstrap_uid.so.3"
+: >"$tmp/nvshmem_transport_ibrc.so.7"
+TENSORBUS_NVSHMEM=$tmp/libnvshmem_host.so.3 accepted doctor
+printed "^ok  *transport nvshmem  *NVSHMEM 3\.0\.0, $tmp/libnvshmem_host.so.3; to other hosts: ibrc\$"
 accepted bench --gpu --size 2MiB --rounds 2 --only gpu_cast
 lines 2
 printed '^gpu_cast  .*  cuMemcpyAsync, as many  .*  at least 0\.95  '
@@ -107,7 +134,6 @@ refused "--only: 'gpu_cast' is measured with --gpu" bench --only gpu_cast
 refused "--only: 'cast' is measured without --hosts, --gpu and --between" bench --gpu --only cast
 refused '--hosts does not go with --gpu' bench --hosts --gpu
 refused "--only: 'gpu_cast' is measured with --gpu" bench --gpu --transport ucx --only gpu_cast
-refused '--transport ucx goes with --gpu' bench --transport ucx
-refused 'there is no other line' bench --gpu --transport shm
+refused '--transport goes with --gpu' bench --transport ucx
 
 finish

@@ -21,6 +21,10 @@ mkdir "$tmp/other"
 : >"$tmp/other/file"
 ! UCX_LIB=$tmp/other "$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail 'pack: UCX_LIB has no UCX'
 grep -q 'there is no libucp.so.0 in UCX_LIB' "$tmp/out" || fail "UCX_LIB: $(cat "$tmp/out")"
+! NCCL_LIB=$tmp/other "$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail 'pack: NCCL_LIB has no NCCL'
+grep -q 'there is no libnccl.so.2 in NCCL_LIB' "$tmp/out" || fail "NCCL_LIB: $(cat "$tmp/out")"
+! NVSHMEM_LIB=$tmp/other "$here/pack" "$BUILD" "$tmp/packed" >"$tmp/out" 2>&1 || fail 'pack: NVSHMEM_LIB has no NVSHMEM'
+grep -q 'there is no libnvshmem_host.so.3 in NVSHMEM_LIB' "$tmp/out" || fail "NVSHMEM_LIB: $(cat "$tmp/out")"
 ! "$here/pack" "$BUILD" "$tmp/other" >"$tmp/out" 2>&1 || fail 'pack into a folder that is not its own'
 [ -f "$tmp/other/file" ] || fail 'pack has removed what is not its own'
 for name in libcuda.so.1 libc.so.6; do

@@ -41,6 +41,7 @@ static struct {
     char why[256];                      /* of a failure */
     tb__owner owner;                    /* the process that has initialised it */
     uint64_t process_id;
+    void *library;
 } driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static int take_nloaded(struct dl_phdr_info *info, size_t size, void *nloaded) {
@@ -112,6 +113,7 @@ static void find_functions(void *library) {
 static void load_functions(void) {
     void *library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
     if (library) {
+        driver.library = library;
         atomic_store(&driver.is_in_use, true);
         find_functions(library);
     } else {
@@ -163,6 +165,10 @@ tb_status tb__cuda_load(void) {
         initialise();
     pthread_mutex_unlock(&driver.lock);
     return driver.stage == READY ? check_ready() : tb__fail(TB_REFUSED, "%s", driver.why);
+}
+
+void *tb__cuda_find_exported(const char *name) {
+    return tb__cuda_load() == TB_OK ? dlsym(driver.library, name) : NULL;
 }
 
 bool tb__cuda_has_functions(void) {

@@ -602,6 +602,16 @@ static void cuda_leave(tb__device *device) {
     tb__gpu_pop();
 }
 
+static void *cuda_driver_function(tb__device *device, const char *name) {
+    (void)device;
+    return tb__cuda_find_exported(name);
+}
+
+static int cuda_current_unit(tb__device *device) {
+    (void)device;
+    return tb__cuda_load() == TB_OK ? tb__cuda_current_ordinal() : 0;
+}
+
 const tb__device_ops tb__cuda_device_ops = {
     .name = "cuda",
     .open = cuda_open,
@@ -620,6 +630,8 @@ const tb__device_ops tb__cuda_device_ops = {
     .alloc_for_transport = tb__cuda_alloc_for_transport,
     .enter = cuda_enter,
     .leave = cuda_leave,
+    .driver_function = cuda_driver_function,
+    .current_unit = cuda_current_unit,
     .share = tb__cuda_share,
     .map = tb__cuda_map,
     .unmap = tb__cuda_unmap,

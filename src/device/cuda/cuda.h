@@ -94,6 +94,8 @@ extern tb__cuda_api tb__cuda;
 tb_status tb__cuda_load(void);
 /* Whether CUDA memory can exist in this process: libcuda.so.1 is loaded, by us or by the program. Cheap. */
 bool tb__cuda_is_in_use(void);
+/* The function that the library exports under this name, once it is loaded; NULL: there is none. */
+void *tb__cuda_find_exported(const char *name);
 /* The functions, without initialising the driver. False: there are none, or no call may be made any more. */
 bool tb__cuda_has_functions(void);
 /* Whether the library has initialised the driver, in this process or in one that it was forked from. */
@@ -328,6 +330,8 @@ tb_status tb__cuda_pin_host(tb__gpu *gpu, uintptr_t *first, uintptr_t *last, tb_
 void tb__cuda_unpin(tb__cuda_pin *pin); /* NULL is allowed */
 
 /* For tb_alloc_on (program.c). */
+/* The GPU whose context is current in this thread, or else the first. */
+int tb__cuda_current_ordinal(void);
 tb_status tb__cuda_alloc_on(int index, size_t nbytes, void **out);
 bool tb__cuda_free_on(void *address);
 tb_status tb__cuda_pin_pages(void *address, size_t nbytes);

@@ -49,8 +49,7 @@ static bool let_go(void *address, bool is_pinned, held *out) {
     return is_found;
 }
 
-/* The GPU whose context is current, or else the first. */
-static int current_ordinal(void) {
+int tb__cuda_current_ordinal(void) {
     CUdevice current, device;
     if (tb__cuda.cuCtxGetDevice(&current) != CUDA_SUCCESS)
         return 0;
@@ -68,7 +67,7 @@ tb_status tb__cuda_alloc_on(int index, size_t nbytes, void **out) {
     if (index >= count)
         return tb__fail(TB_REFUSED, "there is no cuda:%d: this process sees %d GPU%s", index, count,
                         count == 1 ? "" : "s");
-    TB_TRY(tb__cuda_alloc(NULL, index < 0 ? current_ordinal() : index, nbytes, &address));
+    TB_TRY(tb__cuda_alloc(NULL, index < 0 ? tb__cuda_current_ordinal() : index, nbytes, &address));
     tb_status status = hold((held){.address = address});
     if (status == TB_OK)
         *out = address;
@@ -89,7 +88,7 @@ tb_status tb__cuda_pin_pages(void *address, size_t nbytes) {
     tb__gpu *gpu;
     held h = {.address = address};
     TB_TRY(tb__cuda_load());
-    TB_TRY(tb__gpu_get(current_ordinal(), &gpu));
+    TB_TRY(tb__gpu_get(tb__cuda_current_ordinal(), &gpu));
     TB_TRY(tb__cuda_pin_bytes(gpu, address, nbytes, &h.pin));
     tb_status status = hold(h);
     if (status != TB_OK)

@@ -93,25 +93,6 @@ static void describe(const char *name) {
         snprintf(found, sizeof found, "%.40s, %s", version(), file.dli_fname);
 }
 
-/* Loads the first library of the setting's list that can be loaded. But one that the process has loaded already is used
- * instead: a second one would get libraries of the first, which have the same names. */
-static void *load_first(const tb__symbol *slots, size_t nslots) {
-    const char *list = getenv(tb__config_table[TB__CONFIG_UCX].env);
-    void *library = NULL;
-    if (!list || !*list || dlopen(USUAL_NAME, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD))
-        list = USUAL_NAME;
-    for (size_t n; !library && *list; list += n + (list[n] == ':')) {
-        char name[512];
-        n = strcspn(list, ":");
-        snprintf(name, sizeof name, "%.*s", (int)n, list);
-        describe(name);
-        library = tb__library_load(name, slots, nslots, failure, sizeof failure);
-    }
-    if (library)
-        failure[0] = '\0';
-    return library;
-}
-
 static void load_functions(void) {
     const tb__symbol slots[] = {
         SLOT(get_version),
@@ -143,7 +124,8 @@ static void load_functions(void) {
         SLOT(request_free),
         {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
     };
-    void *library = load_first(slots, sizeof slots / sizeof *slots);
+    const tb__library_choice choice = {getenv(tb__config_table[TB__CONFIG_UCX].env), USUAL_NAME, describe};
+    void *library = tb__library_load_first(&choice, slots, sizeof slots / sizeof *slots, failure, sizeof failure);
     if (!library)
         return;
     unsigned major, minor, release;
