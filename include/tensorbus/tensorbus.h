@@ -147,7 +147,8 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
 /* Memory that other processes of this machine can read in place, the fastest for tensors. Any other memory works too,
  * with one more copy where the system does not let peers read it. Aligned to 64 bytes; an allocation of zero bytes is a
  * valid pointer, too. Pages come from a pool of the process, which keeps freed pages for the next allocation: new pages
- * are zero, reused ones are not cleared. Both functions may be called from any thread. The memory does not outlive the
+ * are zero, reused ones are not cleared. An allocation of 2 MiB or more takes its pages at once, where they are huge
+ * ones, else as they are touched. Both functions may be called from any thread. The memory does not outlive the
  * process, and a forked child does not inherit it: touching it there is a fault, freeing it does nothing. */
 TB_API tb_status tb_alloc(size_t nbytes, void **out);
 

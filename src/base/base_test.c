@@ -6,11 +6,13 @@
 #include "base/mem.h"
 #include "base/text.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -246,13 +248,37 @@ static void log_to_descriptor(void **state) {
     close(fd[1]);
 }
 
+/* Where huge pages of the file can be mapped whole; a shorter file may be anywhere. */
+static void shared_mappings(void **state) {
+    (void)state;
+    static const size_t sizes[] = {1, 4096, TB__HUGE_PAGE, 3 * (size_t)TB__HUGE_PAGE + 5};
+    int fd = memfd_create("base_test", MFD_CLOEXEC);
+    assert_true(fd >= 0);
+    assert_int_equal(ftruncate(fd, 4 * (off_t)TB__HUGE_PAGE), 0);
+    for (size_t i = 0; i < 4; i++) {
+        char *one = tb__map_shared(fd, sizes[i], PROT_READ | PROT_WRITE), *other = tb__map_shared(fd, sizes[i], PROT_READ);
+        assert_non_null(one);
+        assert_non_null(other);
+        assert_true(sizes[i] < TB__HUGE_PAGE || (uintptr_t)one % TB__HUGE_PAGE == 0);
+        one[sizes[i] - 1] = (char)(i + 1);
+        assert_int_equal(other[sizes[i] - 1], i + 1);
+        assert_int_equal(munmap(one, sizes[i]), 0);
+        assert_int_equal(munmap(other, sizes[i]), 0);
+    }
+    close(fd);
+    for (size_t i = 0; i < 4; i++) {
+        assert_null(tb__map_shared(fd, sizes[i], PROT_READ));
+        assert_int_equal(errno, EBADF);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(dtypes),       cmocka_unit_test(sizes),
         cmocka_unit_test(growing_text), cmocka_unit_test(memory),
         cmocka_unit_test(indices),      cmocka_unit_test(errors_say_where),
         cmocka_unit_test(log_lines),    cmocka_unit_test(log_to_descriptor),
-        cmocka_unit_test(log_floods),
+        cmocka_unit_test(log_floods),   cmocka_unit_test(shared_mappings),
     };
     return cmocka_run_group_tests_name("base", tests, NULL, NULL);
 }

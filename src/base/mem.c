@@ -1,9 +1,12 @@
 /* Checked allocation, the arena, growable arrays. */
 #include "base/mem.h"
 
+#include <errno.h>
 #include <malloc.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 struct tb__arena_block {
     struct tb__arena_block *prev;
@@ -64,6 +67,34 @@ char *tb__strdup(const char *string) {
 
 size_t tb__mem_nbytes(const void *ptr) {
     return ptr ? malloc_usable_size((void *)ptr) + sizeof(size_t) : 0;
+}
+
+static size_t round_up(size_t n, size_t unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+void *tb__reserve_addresses(size_t nbytes) {
+    nbytes = round_up(nbytes, (size_t)sysconf(_SC_PAGESIZE));
+    char *space = mmap(NULL, nbytes + TB__HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED)
+        return NULL;
+    size_t before = round_up((uintptr_t)space, TB__HUGE_PAGE) - (uintptr_t)space;
+    if (before > 0)
+        munmap(space, before);
+    munmap(space + before + nbytes, TB__HUGE_PAGE - before);
+    return space + before;
+}
+
+void *tb__map_shared(int fd, size_t nbytes, int protection) {
+    void *at = nbytes >= TB__HUGE_PAGE ? tb__reserve_addresses(nbytes) : NULL;
+    void *map = mmap(at, nbytes, protection, MAP_SHARED | (at ? MAP_FIXED : 0), fd, 0);
+    int error = errno;
+    if (map != MAP_FAILED)
+        return map;
+    if (at)
+        munmap(at, nbytes);
+    errno = error;
+    return NULL;
 }
 
 bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size) {

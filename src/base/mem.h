@@ -17,6 +17,15 @@ TB_API char *tb__strdup(const char *string);
 /* Bytes that an allocation takes, including the allocator's overhead; 0 for NULL. */
 size_t tb__mem_nbytes(const void *ptr);
 
+/* Addresses without memory that begin at a multiple of TB__HUGE_PAGE, to map something there; NULL, with errno. */
+enum { TB__HUGE_PAGE = 2 << 20 };
+void *tb__reserve_addresses(size_t nbytes);
+
+/* Maps the file's first bytes, shared with all who map it, with mmap's protection. Huge pages of the file are mapped as
+ * such, for which addresses have to be as far from a multiple of TB__HUGE_PAGE as offsets in the file are. NULL, with
+ * errno; else munmap ends it. */
+void *tb__map_shared(int fd, size_t nbytes, int protection);
+
 /* For tests: after `n` more allocations on this thread, all fail; negative: none. */
 void tb__mem_fail_after(long n);
 

@@ -1,6 +1,7 @@
 /* What the system gives to tensorbus, and what it withholds. */
 #include "tools/doctor.h"
 
+#include "base/mem.h"
 #include "device/host/kernel.h"
 
 #include <dirent.h>
@@ -100,22 +101,47 @@ void doctor_tb_alloc(doctor *d, const char *name) {
         doctor_add(d, DOCTOR_OK, name, NULL, "shared memory is there, and no limit on its size");
 }
 
+/* Whether tb_alloc gets one, from wherever. */
+static bool has_huge_page(void) {
+    char line[256];
+    void *memory;
+    unsigned long from, to;
+    long kib;
+    bool is_inside = false, is_huge = false;
+    if (tb_alloc(2 * (size_t)TB__HUGE_PAGE, &memory) != TB_OK)
+        return false;
+    uintptr_t middle = (uintptr_t)memory + TB__HUGE_PAGE;
+    memset(memory, 1, 2 * (size_t)TB__HUGE_PAGE);
+    FILE *maps = fopen("/proc/self/smaps", "re");
+    while (maps && !is_huge && fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%lx-%lx ", &from, &to) == 2)
+            is_inside = middle >= from && middle < to;
+        else if (is_inside && (sscanf(line, "ShmemPmdMapped: %ld kB", &kib) == 1 ||
+                               sscanf(line, "Shared_Hugetlb: %ld kB", &kib) == 1 ||
+                               sscanf(line, "Private_Hugetlb: %ld kB", &kib) == 1))
+            is_huge = kib > 0;
+    }
+    if (maps)
+        fclose(maps);
+    tb_free(memory);
+    return is_huge;
+}
+
 void doctor_huge_pages(doctor *d, const char *name) {
     char line[64] = "0", shmem[128] = "not told";
     long count = 0;
     if (read_line("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", line, sizeof line))
         count = strtol(line, NULL, 10);
     (void)read_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled", shmem, sizeof shmem);
-    bool is_given = strstr(shmem, "[advise]") || strstr(shmem, "[always]") || strstr(shmem, "[within_size]") ||
-                    strstr(shmem, "[force]");
+    bool is_given = has_huge_page();
     const char *start = strchr(shmem, '[');
     int length = start ? (int)strcspn(start + 1, "]") : (int)strlen(shmem);
-    doctor_add(d, count > 0 || is_given ? DOCTOR_OK : DOCTOR_LIMITED, name,
-               count > 0 || is_given ? NULL
-                                     : "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled, or reserve "
-                                       "some: sysctl vm.nr_hugepages=N",
-               "%ld of 2 MiB are free; transparent ones for shared memory: %.*s", count, length,
-               start ? start + 1 : shmem);
+    doctor_add(d, is_given ? DOCTOR_OK : DOCTOR_LIMITED, name,
+               is_given ? NULL
+                        : "Linux 6.1, or echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled, or reserve "
+                          "some: sysctl vm.nr_hugepages=N",
+               "tb_alloc gets %s; %ld of 2 MiB are reserved and free, transparent ones for shared memory: %.*s",
+               is_given ? "them" : "none", count, length, start ? start + 1 : shmem);
 }
 
 /* How many bytes are free there; 0: nothing can be written, for the reason in errno. */

@@ -104,8 +104,8 @@ static tb_status map_file(int fd, const struct stat *info, tb__host_file **out) 
     if (!file)
         return TB_NO_MEMORY;
     *file = (tb__host_file){.device = info->st_dev, .inode = info->st_ino, .nbytes = (size_t)info->st_size};
-    file->base = mmap(NULL, file->nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (file->base == MAP_FAILED) {
+    file->base = tb__map_shared(fd, file->nbytes, PROT_READ);
+    if (!file->base) {
         tb_status status = tb__fail(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, "map %zu bytes of shared memory: %s",
                                     file->nbytes, tb__errno_text(errno));
         free(file);

@@ -9,7 +9,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -92,11 +91,9 @@ static void leave_caches(const char *src) {
 }
 
 tb_status tb__kernels_measure(const tb__kernels *const *sets, int nsets, double *gb_per_s) {
-    size_t nbytes = (size_t)NROWS * (PITCH + RUN);
-    char *src = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (src == MAP_FAILED)
-        return tb__fail(TB_NO_MEMORY, "map %zu bytes, to measure copies in", nbytes);
-    char *dst = src + (size_t)NROWS * PITCH;
+    void *memory; /* in pages like those of tensors */
+    TB_TRY(tb_alloc((size_t)NROWS * (PITCH + RUN), &memory));
+    char *src = memory, *dst = src + (size_t)NROWS * PITCH;
     for (size_t r = 0; r < NROWS; r++)
         memset(src + r * PITCH, 1, RUN);
     memset(dst, 0, (size_t)NROWS * RUN);
@@ -112,7 +109,7 @@ tb_status tb__kernels_measure(const tb__kernels *const *sets, int nsets, double 
             gb_per_s[i] = rate > gb_per_s[i] ? rate : gb_per_s[i];
         }
     }
-    munmap(src, nbytes);
+    tb_free(memory);
     return TB_OK;
 }
 

@@ -26,16 +26,25 @@
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 enum {
     ALIGNMENT = 64,
-    HUGE_PAGE = 2 << 20,
     SHARED_BYTES = 64 << 20, /* of an arena for small requests */
     KEPT_BYTES = 1 << 30,    /* of arenas without allocations, at least */
+    PAGE = 4096,
     COLOURS = 16,
-    COLOUR_STEP = 4096,
+    COLOUR_STEP = PAGE,
 };
+
+/* Before glibc 2.37. */
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 
 static const size_t min_file = (size_t)1 << 30, max_file = (size_t)64 << 30;
 
@@ -123,19 +132,7 @@ static size_t read_count(const char *path) {
 static bool has_huge_pages(size_t nbytes) {
     size_t unused = read_count("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
     size_t promised = unused ? read_count("/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages") : 0;
-    return unused >= promised && unused - promised >= nbytes / HUGE_PAGE;
-}
-
-/* Addresses that begin at a multiple of the huge page's size, without memory, or NULL. */
-static void *reserve_addresses(size_t nbytes) {
-    char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (space == MAP_FAILED)
-        return NULL;
-    size_t before = round_up((uintptr_t)space, HUGE_PAGE) - (uintptr_t)space;
-    if (before > 0)
-        munmap(space, before);
-    munmap(space + before + nbytes, HUGE_PAGE - before);
-    return space + before;
+    return unused >= promised && unused - promised >= nbytes / TB__HUGE_PAGE;
 }
 
 /* The file's bytes at their addresses. */
@@ -159,7 +156,7 @@ static tb_status open_file(size_t nbytes, bool is_huge, file **out) {
     void *base = NULL;
     if (ftruncate(fd, (off_t)nbytes) == 0 && (!is_huge || fallocate(fd, 0, 0, (off_t)nbytes) == 0) &&
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
-        base = reserve_addresses(nbytes);
+        base = tb__reserve_addresses(nbytes);
     if (!base) {
         int error = errno;
         close(fd);
@@ -234,7 +231,7 @@ static tb_status add_file(size_t nbytes, file **out) {
     size_t size = pool.file_bytes < min_file ? min_file : pool.file_bytes;
     size = size < max_file ? size : max_file;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < size)
-        size = limit.rlim_cur / HUGE_PAGE * HUGE_PAGE;
+        size = limit.rlim_cur / TB__HUGE_PAGE * TB__HUGE_PAGE;
     if (size > nbytes && open_file(size, false, out) == TB_OK)
         return TB_OK;
     return open_file(nbytes, false, out);
@@ -283,7 +280,7 @@ static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
      * several processes: so each arena, and each process, begins some pages later. Whole pages, because rows that fill
      * pages should not lie across them. */
     size_t colour = ((size_t)getpid() + pool.narenas) % COLOURS * COLOUR_STEP;
-    size_t size = is_large ? round_up(colour + nbytes, HUGE_PAGE) : SHARED_BYTES;
+    size_t size = is_large ? round_up(colour + nbytes, TB__HUGE_PAGE) : SHARED_BYTES;
     if (status == TB_OK) {
         status = place_arena(made, size);
         if (status != TB_OK && pool.idle_bytes > 0) {
@@ -388,14 +385,41 @@ static tb_status allocate_extent(size_t nbytes, size_t asked, size_t alignment, 
     return TB_OK;
 }
 
+static int64_t thread_cpu_us(void) {
+    struct timespec used;
+    return clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used) == 0 ? used.tv_sec * 1000000 + used.tv_nsec / 1000 : 0;
+}
+
+/* Gives the extent huge pages, whole ones also at its ends. From Linux 6.1 on the kernel makes them on request, also
+ * where it makes none by itself for shared memory, of places with at least one page. That takes less time than all the
+ * small pages would, once they are touched. Where there are no huge pages, or they are hard to find, the rest comes in
+ * small ones. */
+static void make_huge(const tb__extent *extent) {
+    enum { STEP = 8 * TB__HUGE_PAGE, MOST_US = 8 * 2000 };
+    char *at = (char *)(extent->start / TB__HUGE_PAGE * TB__HUGE_PAGE);
+    char *end = (char *)round_up(extent->start + extent->nbytes, TB__HUGE_PAGE);
+    for (size_t now; at < end; at += now) {
+        int64_t began = thread_cpu_us();
+        now = (size_t)(end - at) < STEP ? (size_t)(end - at) : STEP;
+        for (size_t i = 0; i < now; i += TB__HUGE_PAGE) {
+            if (madvise(at + i, PAGE, MADV_POPULATE_READ) != 0)
+                return;
+        }
+        if (madvise(at, now, MADV_COLLAPSE) != 0 || thread_cpu_us() - began > MOST_US)
+            return;
+    }
+}
+
 /* Memory that begins at a multiple of `alignment`, and has whole multiples of it for itself. */
 static tb_status allocate(size_t nbytes, size_t alignment, tb__extent **out) {
-    if (nbytes > PTRDIFF_MAX - 2 * (size_t)HUGE_PAGE)
+    if (nbytes > PTRDIFF_MAX - 2 * (size_t)TB__HUGE_PAGE)
         return tb__fail(TB_TOO_BIG, "an allocation of %zu bytes", nbytes);
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.lock);
     tb_status status = allocate_extent(round_up(nbytes > 0 ? nbytes : 1, alignment), nbytes, alignment, out);
     pthread_mutex_unlock(&pool.lock);
+    if (status == TB_OK && nbytes >= TB__HUGE_PAGE && !(*out)->arena->file->is_whole)
+        make_huge(*out);
     return status;
 }
 
@@ -503,7 +527,7 @@ static tb_status map_foreign(int fd, tb__arena_file *out) {
     out->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (out->fd < 0)
         return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
-    out->base = reserve_addresses(out->nbytes);
+    out->base = tb__reserve_addresses(out->nbytes);
     if (out->base && map_part(out, out->base, out->nbytes))
         return TB_OK;
     tb_status status = tb__fail(TB_NO_MEMORY, "%zu bytes of another process: %s", out->nbytes, strerror(errno));

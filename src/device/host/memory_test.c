@@ -464,6 +464,51 @@ static void test_too_much(void **state) {
     tb_free(take(1));
 }
 
+/* How much of the mapping at this address is mapped in huge pages of shared memory. */
+static size_t huge_bytes(const void *at) {
+    char line[256];
+    unsigned long from, to;
+    size_t kib = 0;
+    bool is_inside = false;
+    FILE *maps = fopen("/proc/self/smaps", "re");
+    assert_non_null(maps);
+    while (fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%lx-%lx ", &from, &to) == 2)
+            is_inside = (uintptr_t)at >= from && (uintptr_t)at < to;
+        else if (is_inside)
+            (void)sscanf(line, "ShmemPmdMapped: %zu kB", &kib);
+    }
+    fclose(maps);
+    return kib << 10;
+}
+
+/* A small allocation takes only what is touched. */
+static bool is_small_lazy(void *arg) {
+    struct stat info;
+    void *p;
+    (void)arg;
+    return tb_alloc(MIB, &p) == TB_OK && fstat(find(p, MIB).fd, &info) == 0 && info.st_blocks == 0;
+}
+
+/* Allocations that are as large as a huge page have huge pages, before they are touched, where the kernel makes them:
+ * in an arena that small ones share, and in one of their own. */
+static void test_huge_pages(void **state) {
+    (void)state;
+    static const size_t sizes[] = {8 * MIB, 100 * MIB};
+    assert_true(holds_in_child(is_small_lazy, NULL));
+    for (size_t i = 0; i < 2; i++) {
+        char *p = take(sizes[i]), *whole = p + -(uintptr_t)p % TB__HUGE_PAGE;
+        size_t nbytes = sizes[i] / TB__HUGE_PAGE * TB__HUGE_PAGE - TB__HUGE_PAGE, found = huge_bytes(whole);
+        /* By hand, as the first page is there: what is refused now may have been refused then. */
+        if (found < nbytes && madvise(whole, nbytes, 25 /* MADV_COLLAPSE */) != 0)
+            skip();
+        assert_true(found >= nbytes);
+        memset(p, 1, sizes[i]);
+        assert_true(huge_bytes(whole) >= nbytes);
+        tb_free(p);
+    }
+}
+
 static bool fails_cleanly(void *arg) {
     size_t nbytes = *(size_t *)arg;
     void *p = NULL, *first = NULL;
@@ -626,6 +671,7 @@ int main(void) {
         cmocka_unit_test(test_find),
         cmocka_unit_test(test_bad_frees),
         cmocka_unit_test(test_too_much),
+        cmocka_unit_test(test_huge_pages),
         cmocka_unit_test(test_failed_allocations),
         cmocka_unit_test(test_threads),
         cmocka_unit_test(test_fork),

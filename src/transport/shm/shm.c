@@ -29,10 +29,9 @@ typedef struct address {
 } address;
 
 void *shm_map_fd(int fd, size_t nbytes) {
-    void *map = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (map == MAP_FAILED)
-        return NULL;
-    madvise(map, nbytes, MADV_DONTFORK); /* a child would keep pages that their owner has freed */
+    void *map = tb__map_shared(fd, nbytes, PROT_READ | PROT_WRITE);
+    if (map)
+        madvise(map, nbytes, MADV_DONTFORK); /* a child would keep pages that their owner has freed */
     return map;
 }
 
