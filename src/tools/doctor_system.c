@@ -232,7 +232,7 @@ void doctor_vectors(doctor *d, const char *name) {
         doctor_add(d, DOCTOR_LIMITED, name, "a processor, or a virtual machine's model of one, that has AVX2 and F16C",
                    "casts and large copies are done in portable C, and slower");
     else
-        doctor_add(d, DOCTOR_OK, name, NULL, "casts use AVX2, large copies %s",
+        doctor_add(d, DOCTOR_OK, name, NULL, "casts use AVX2, large copies, reductions and MXFP8 %s",
                    tb__kernels_avx512() ? "AVX-512" : "AVX2");
 }
 

@@ -42,29 +42,29 @@ static void cast(void *dst, tb_dtype to, const void *src, tb_dtype from, int64_t
     assert_int_equal(tb__moves_run(&copy, 1), TB_OK);
 }
 
-/* Casts the row by both sets and compares with the reference. */
+/* Casts the row by every set and compares with the reference. */
 static void check_row(tb_dtype from, tb_dtype to, const void *row, size_t n) {
-    const tb__kernels *sets[] = {&tb__kernels_portable, tb__kernels_avx2()};
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets);
     size_t from_size = number_size(from), size = number_size(to);
-    uint8_t *got[2] = {malloc(n * size), malloc(n * size)};
-    for (int s = 0; s < 2; s++) {
-        if (!sets[s])
-            continue;
+    uint8_t *got[TB__KERNEL_SETS_MAX];
+    for (int s = 0; s < nsets; s++) {
+        got[s] = malloc(n * size);
         tb__kernels_force(sets[s]);
         cast(got[s], to, row, from, (int64_t)n);
     }
     tb__kernels_force(NULL);
     for (size_t i = 0; i < n; i++) {
         uint64_t in = number_load(from, (const uint8_t *)row + i * from_size), expected = number_cast(from, to, in);
-        for (int s = 0; s < 2; s++) {
-            uint64_t bits = sets[s] ? number_load(to, got[s] + i * size) : expected;
+        for (int s = 0; s < nsets; s++) {
+            uint64_t bits = number_load(to, got[s] + i * size);
             if (bits != expected)
-                fail_msg("%s 0x%" PRIx64 " to %s: 0x%" PRIx64 ", not 0x%" PRIx64 " (set %d)", tb_dtype_name(from), in,
-                         tb_dtype_name(to), bits, expected, s);
+                fail_msg("%s 0x%" PRIx64 " to %s: 0x%" PRIx64 ", not 0x%" PRIx64 " (%s)", tb_dtype_name(from), in,
+                         tb_dtype_name(to), bits, expected, sets[s]->name);
         }
     }
-    free(got[0]);
-    free(got[1]);
+    for (int s = 0; s < nsets; s++)
+        free(got[s]);
 }
 
 static void test_narrow_inputs(void **state) {
@@ -132,6 +132,38 @@ static void test_integers(void **state) {
             check_row(integers[f], integers[t], row, N);
     }
     free(row);
+}
+
+/* Rows that are narrowed together, of each length; what is between them stays. */
+static void test_rows(void **state) {
+    (void)state;
+    enum { ROWS = 9, MOST = 300, NBYTES = ROWS * 4 * (MOST + 64) };
+    rng r = {test_seed()};
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets);
+    uint8_t *src = malloc(NBYTES), *dst = aligned_alloc(64, (NBYTES + 63) / 64 * 64), *expected = malloc(NBYTES);
+    for (int i = 0; i < NBYTES / 4; i++)
+        number_store(TB_F32, src + 4 * (size_t)i, number_random(TB_F32, &r));
+    for (int64_t n = 1; n <= MOST; n++) {
+        tb_dtype to = floats[1 + n % 4];
+        int64_t size = (int64_t)number_size(to), rows = rng_range(&r, 1, ROWS), gap = rng_range(&r, 0, 3) * 4;
+        int64_t step = (n * size + 31) / 32 * 32 + rng_range(&r, 0, 1) * 32;
+        memset(expected, 0xa5, NBYTES);
+        for (int64_t k = 0; k < rows * n; k++)
+            number_store(to, expected + k / n * step + k % n * size,
+                         number_cast(TB_F32, to, number_load(TB_F32, src + k / n * (4 * n + gap) + k % n * 4)));
+        for (int s = 0; s < nsets; s++) {
+            if (!sets[s]->narrow_rows[to])
+                continue;
+            memset(dst, 0xa5, NBYTES);
+            sets[s]->narrow_rows[to]((char *)dst, step, (const char *)src, 4 * n + gap, rows, (size_t)n);
+            sets[s]->fence();
+            assert_memory_equal(dst, expected, NBYTES);
+        }
+    }
+    free(src);
+    free(dst);
+    free(expected);
 }
 
 static void test_lengths_and_alignments(void **state) {
@@ -222,13 +254,10 @@ static void test_golden_e4m3(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_known_values),
-        cmocka_unit_test(test_golden_e4m3),
-        cmocka_unit_test(test_narrow_inputs),
-        cmocka_unit_test(test_f32_inputs),
-        cmocka_unit_test(test_f64_inputs),
-        cmocka_unit_test(test_integers),
-        cmocka_unit_test(test_lengths_and_alignments),
+        cmocka_unit_test(test_known_values),  cmocka_unit_test(test_golden_e4m3),
+        cmocka_unit_test(test_narrow_inputs), cmocka_unit_test(test_f32_inputs),
+        cmocka_unit_test(test_f64_inputs),    cmocka_unit_test(test_integers),
+        cmocka_unit_test(test_rows),          cmocka_unit_test(test_lengths_and_alignments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

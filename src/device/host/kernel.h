@@ -43,6 +43,7 @@ typedef struct tb__kernels {
     void (*stream_rows)(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t nbytes);
     void (*stream_zeros)(void *dst, size_t nbytes);
     void (*fence)(void);
+    const struct tb__quant_kernels *quant; /* quant_kernel.h */
 } tb__kernels;
 
 /* Processors read ahead within a page, and wait for the translation of the next. A touch has it ready; an address that

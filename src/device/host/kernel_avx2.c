@@ -5,12 +5,14 @@
 #ifdef __x86_64__
 
 #include "device/host/avx2.h"
+#include "device/host/quant_kernel.h"
 
 #include <cpuid.h>
 #include <string.h>
 
 enum {
     STEP = 32,    /* elements at a time */
+    TURN = 128,   /* of each row in turns */
     AHEAD = 2048, /* bytes */
 };
 
@@ -149,12 +151,26 @@ AVX2_INLINE void narrow(tb_dtype dtype, void *dst, const float *src, size_t n) {
         tb__kernels_portable.narrow[dtype](out + i * size, src + i, n - i);
 }
 
+/* Of several rows at once the processor fetches too little by itself. What lies behind a row's end is mostly wanted
+ * next; an address that is not there does no harm. */
+AVX2_INLINE void fetch(const char *at, size_t nbytes) {
+    for (size_t line = 0; line < nbytes; line += 64)
+        _mm_prefetch(at + line + AHEAD, _MM_HINT_T0);
+}
+
 AVX2_INLINE void narrow_rows(tb_dtype dtype, char *dst, int64_t dst_step, const char *src, int64_t src_step,
                              int64_t rows, size_t n) {
-    size_t i = 0, size = bytes_per(dtype);
-    for (; i + STEP <= n; i += STEP) {
-        for (int64_t r = 0; r < rows; r++)
-            narrow32(dtype, dst + r * dst_step + i * size, (const float *)(const void *)(src + r * src_step) + i, true);
+    size_t i = 0, size = bytes_per(dtype), steps = n - n % STEP;
+    for (size_t now; i < steps; i += now) {
+        now = steps - i < TURN ? steps - i : TURN;
+        for (int64_t r = 0; r < rows; r++) {
+            const float *from = (const float *)(const void *)(src + r * src_step) + i;
+            char *to = dst + r * dst_step + i * size;
+            for (size_t k = 0; k < now; k += STEP) {
+                fetch((const char *)(from + k), STEP * sizeof *from);
+                narrow32(dtype, to + k * size, from + k, true);
+            }
+        }
     }
     for (int64_t r = 0; r < rows && i < n; r++)
         tb__kernels_portable.narrow[dtype](dst + r * dst_step + i * size,
@@ -185,13 +201,6 @@ static void combine_rest(tb_dtype dtype, tb_reduce_op op, float *acc, const void
     for (uint32_t k = 0; k < nsrc; k++)
         rest[k] = (const char *)src[k] + i * bytes_per(dtype);
     tb__kernels_portable.combine[dtype][op](acc, rest, nsrc, n - i, resume);
-}
-
-/* Of several rows at once the processor fetches too little by itself. What lies behind a row's end is mostly wanted
- * next; an address that is not there does no harm. */
-AVX2_INLINE void fetch(const char *at, size_t nbytes) {
-    for (size_t line = 0; line < nbytes; line += 64)
-        _mm_prefetch(at + line + AHEAD, _MM_HINT_T0);
 }
 
 AVX2_INLINE void combine(tb_dtype dtype, tb_reduce_op op, void *dst, const void *const *src, uint32_t nsrc, size_t n,
@@ -450,6 +459,7 @@ static const tb__kernels kernels = {
     .stream_rows = stream_rows,
     .stream_zeros = stream_zeros,
     .fence = fence,
+    .quant = &tb__quant_kernels_avx2,
 };
 
 const tb__kernels *tb__kernels_avx2(void) {

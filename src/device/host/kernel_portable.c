@@ -1,5 +1,6 @@
 /* The kernels in plain C, written so that compilers vectorise them: selections instead of branches. */
 #include "device/host/kernel.h"
+#include "device/host/quant_kernel.h"
 
 #include <string.h>
 
@@ -246,4 +247,5 @@ const tb__kernels tb__kernels_portable = {
     .stream_rows = stream_rows,
     .stream_zeros = stream_zeros,
     .fence = fence,
+    .quant = &tb__quant_kernels_portable,
 };

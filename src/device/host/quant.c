@@ -288,7 +288,7 @@ static void join_rows(job *j) {
 
 tb_status tb__quant_begin(job *j, const tb__quant_tensor *to, int64_t first, int64_t rows, int64_t columns,
                           const tb__quant_rows *from) {
-    *j = (job){.kernels = tb__quant_kernels_get(),
+    *j = (job){.kernels = tb__kernels_get()->quant,
                .is_amax = !to,
                .from = *from,
                .first = first,

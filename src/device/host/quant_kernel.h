@@ -1,4 +1,5 @@
-/* Quantisers of one row, or of a piece of one that begins with a block; in portable C and for AVX2, with the same bits.
+/* Quantisers of one row, or of a piece of one that begins with a block; in portable C, for AVX2, and for AVX-512,
+ * with the same bits.
  *
  * Each returns the bits of the largest magnitude: those of infinity or more where an element is not finite, and then
  * its output is undefined. With `stream`, stores of aligned data bypass the cache; the caller calls tb__kernels.fence
@@ -25,15 +26,14 @@ typedef struct tb__quant_kernels {
                                       bool stream);
 } tb__quant_kernels;
 
-/* Of the same set as tb__kernels_get. */
-const tb__quant_kernels *tb__quant_kernels_get(void);
-
+/* Those of a set are its `quant`. */
 extern const tb__quant_kernels tb__quant_kernels_portable;
 #ifdef __x86_64__
 extern const tb__quant_kernels tb__quant_kernels_avx2;
+const tb__quant_kernels *tb__quant_kernels_avx512(void); /* for one thread at a time */
 #endif
 
-/* Arithmetic that both sets share. */
+/* Arithmetic that the sets share. */
 
 static inline uint32_t tb__larger(uint32_t a, uint32_t b) {
     return a > b ? a : b;

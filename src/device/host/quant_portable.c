@@ -122,11 +122,3 @@ const tb__quant_kernels tb__quant_kernels_portable = {
     .fp8 = {[TB_F32] = fp8_f32, [TB_F16] = fp8_f16, [TB_BF16] = fp8_bf16},
     .nvfp4 = {[TB_F32] = nvfp4_f32, [TB_F16] = nvfp4_f16, [TB_BF16] = nvfp4_bf16},
 };
-
-const tb__quant_kernels *tb__quant_kernels_get(void) {
-#ifdef __x86_64__
-    if (tb__kernels_get() != &tb__kernels_portable)
-        return &tb__quant_kernels_avx2;
-#endif
-    return &tb__quant_kernels_portable;
-}

@@ -100,6 +100,36 @@ static void for_each_set(rows *r) {
     tb__kernels_force(NULL);
 }
 
+/* The kernels that make a result in one pass, with stores past the cache and without, at each place of a line. */
+static void test_whole_reductions(void **state) {
+    (void)state;
+    enum { NBYTES = 64 + 4 * 700 + 64 };
+    rng g = {test_seed()};
+    const tb__kernels *sets[TB__KERNEL_SETS_MAX];
+    int nsets = tb__kernels_list(sets);
+    uint8_t *dst = aligned_alloc(64, (NBYTES + 63) / 64 * 64);
+    for (int i = 0; i < 600; i++) {
+        tb_dtype t = numbers[NINTEGERS + i % 5];
+        size_t n = (size_t)rng_range(&g, 1, 700), at = i % 2 ? (size_t)rng_range(&g, 0, 63) : 0;
+        for (tb_reduce_op op = TB_SUM; op <= TB_PRODUCT; op++) {
+            rows r = {0};
+            make(&r, t, t, t, op, 0, (uint32_t)rng_range(&g, 2, 5), n, &g);
+            for (int s = 0; s < nsets * 2; s++) {
+                tb__reduce_fn *reduce = sets[s / 2]->reduce[t][op];
+                if (!reduce)
+                    continue;
+                memset(dst, 0xa5, NBYTES);
+                reduce(dst + at, r.src, r.copy.nsrc, n, s % 2);
+                sets[s / 2]->fence();
+                assert_memory_equal(dst + at, r.expected + r.at, n * number_size(t));
+                assert_int_equal(dst[at + n * number_size(t)], 0xa5);
+            }
+            unmake(&r);
+        }
+    }
+    free(dst);
+}
+
 static void test_same_dtype(void **state) {
     (void)state;
     rng g = {test_seed()};
@@ -202,8 +232,10 @@ static void test_refused(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_same_dtype),   cmocka_unit_test(test_casts_after), cmocka_unit_test(test_many_sources),
-        cmocka_unit_test(test_rounded_once), cmocka_unit_test(test_environment), cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_whole_reductions), cmocka_unit_test(test_same_dtype),
+        cmocka_unit_test(test_casts_after),      cmocka_unit_test(test_many_sources),
+        cmocka_unit_test(test_rounded_once),     cmocka_unit_test(test_environment),
+        cmocka_unit_test(test_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
