@@ -253,6 +253,15 @@ static void copy_innermost(const walk *w, char *dst, const char *src) {
     }
 }
 
+void tb__bytes_copy(char *dst, const char *src, size_t nbytes, bool stream) {
+    if (stream && (nbytes >= STREAM_RUN || ((uintptr_t)dst | nbytes) % 64 == 0))
+        tb__kernels_get()->stream_rows(dst, 0, src, 0, 1, nbytes);
+    else if (nbytes > SMALL)
+        memcpy(dst, src, nbytes);
+    else
+        copy_small(dst, src, nbytes);
+}
+
 void tb__bytes_move(const tb__byte_box *original, bool stream) {
     tb__byte_box box = *original;
     for (int d = 0; d < box.ndim; d++) {

@@ -17,6 +17,7 @@ typedef struct tb__byte_box {
 } tb__byte_box;
 
 /* With `stream`, stores bypass the cache, and tb__kernels.fence must follow. */
+void tb__bytes_copy(char *dst, const char *src, size_t nbytes, bool stream);
 void tb__bytes_move(const tb__byte_box *box, bool stream);
 
 /* Two dimensions, `len` long, that the two sides go through in opposite order: dst_step[1] is the smaller of its two,

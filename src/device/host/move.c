@@ -36,8 +36,8 @@ static int choose_dim(const tb__move *copy) {
 
 static int64_t cut_at(const tb__move *copy, int dim, int64_t at, int64_t of) {
     int64_t len = copy->len[dim];
-    if (at >= of)
-        return len;
+    if (at == 0 || at >= of)
+        return at == 0 ? 0 : len;
     int64_t index = (int64_t)((tb__wide)len * (tb__wide)at / (tb__wide)of);
     if (llabs(copy->dst_stride[dim]) != 1)
         return index;
@@ -84,10 +84,19 @@ static void move_bytes(const tb__move *copy, tb__move_share part, bool stream) {
     tb__bytes_move(&box, stream);
 }
 
+/* As job.c makes them of small tensors, for which the way to the kernel takes as long as the copy. */
+static bool is_lone_run(const tb__move *copy) {
+    return copy->ndim == 1 && copy->nsrc == 1 && copy->dst_dtype == TB_U8 && copy->dst_stride[0] == 1 &&
+           copy->src_stride[0][0] == 1 && tb__move_is_plain(copy);
+}
+
 void tb__move_run(const tb__move *copy, tb__move_share part, bool stream) {
     if (part.lo >= part.hi || tb__move_is_empty(copy))
         return;
-    if (copy->nsrc == 0 || tb__move_is_plain(copy))
+    if (is_lone_run(copy))
+        tb__bytes_copy((char *)copy->dst + part.lo, (const char *)copy->src[0] + part.lo, (size_t)(part.hi - part.lo),
+                       stream);
+    else if (copy->nsrc == 0 || tb__move_is_plain(copy))
         move_bytes(copy, part, stream);
     else
         tb__tiles_run(copy, part, stream);

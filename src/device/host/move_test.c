@@ -283,6 +283,19 @@ static void test_runs(void **state) {
             tb__move_run(&copy, tb__move_whole(&copy), stream);
             assert_memory_equal(dst, expected, NBYTES);
         }
+        /* A lone one, and a part of it. */
+        const int64_t end_to_end[1][TB_MAX_DIMS] = {{1}};
+        copy.ndim = 1;
+        copy.len[0] = run;
+        copy.dst_stride[0] = 1;
+        copy.src_stride = end_to_end;
+        memset(expected + offset + run, 0xa5, NBYTES - (size_t)(offset + run));
+        for (int stream = 0; stream < 2; stream++) {
+            memset(dst, 0xa5, NBYTES);
+            tb__move_run(&copy, (tb__move_share){0, 0, run / 3}, stream);
+            tb__move_run(&copy, (tb__move_share){0, run / 3, run}, stream);
+            assert_memory_equal(dst, expected, NBYTES);
+        }
     }
     free(src);
     free(dst);
