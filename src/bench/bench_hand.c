@@ -2,10 +2,14 @@
  * and each target copies its columns out of them. Each loop here was chosen by measuring. */
 #include "bench/bench.h"
 
+#include "base/mem.h"
+#include "base/process.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -14,20 +18,35 @@
 /* Shards that begin at the same place of a page slow each other down on some processors. */
 enum { SKEW = 5 * 4096, SIDE = TOOL_DEFAULT_RANKS };
 
-static tb_status map(size_t nbytes, int flags, uint32_t **out) {
-    void *mapping = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
-    if (mapping == MAP_FAILED)
-        return tb__fail(TB_NO_MEMORY, "can't map %zu bytes for the hand-written loops: %s", nbytes, strerror(errno));
-    madvise(mapping, nbytes, MADV_HUGEPAGE); /* where the kernel gives them */
+/* Before glibc 2.37. */
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+static tb_status map(size_t nbytes, uint32_t **out) {
+    int fd = tb__fd_own(memfd_create("by-hand", MFD_CLOEXEC));
+    void *mapping =
+        fd >= 0 && ftruncate(fd, (off_t)nbytes) == 0 ? tb__map_shared(fd, nbytes, PROT_READ | PROT_WRITE) : NULL;
+    int error = errno;
+    if (fd >= 0)
+        tb__fd_close(fd);
+    if (!mapping)
+        return tb__fail(TB_NO_MEMORY, "can't map %zu bytes for the hand-written loops: %s", nbytes, strerror(error));
+    madvise(mapping, nbytes, MADV_HUGEPAGE);
     *out = mapping;
     return TB_OK;
+}
+
+/* Once all of it is there: huge pages where the kernel makes them, as tensors of tb_alloc have. */
+static void make_huge(void *memory, size_t nbytes) {
+    (void)madvise(memory, nbytes, MADV_COLLAPSE);
 }
 
 tb_status bench_hand_init(bench_hand *hand, const tb_shape *shape) {
     *hand = (bench_hand){.rows = shape->dim[0] / SIDE, .columns = shape->dim[1]};
     hand->shard_bytes = (size_t)hand->rows * (size_t)hand->columns * sizeof(uint32_t);
     for (int i = 0; i < SIDE; i++) {
-        tb_status status = map(hand->shard_bytes + SKEW, MAP_SHARED, &hand->shard[i]);
+        tb_status status = map(hand->shard_bytes + SKEW, &hand->shard[i]);
         if (status != TB_OK) {
             bench_hand_fini(hand);
             return status;
@@ -50,14 +69,16 @@ tb_status bench_hand_prepare(bench_hand *hand, bool is_source, int32_t rank) {
     if (hand->rows == 0)
         return TB_OK;
     if (!is_source && !hand->block)
-        TB_TRY(map(hand->shard_bytes, MAP_SHARED, &hand->block));
+        TB_TRY(map(hand->shard_bytes, &hand->block));
     if (!is_source) {
         memset(hand->block, 0xa5, hand->shard_bytes);
+        make_huge(hand->block, hand->shard_bytes);
         return TB_OK;
     }
     uint32_t *word = hand->shard[rank], first = (uint32_t)(rank * hand->rows * hand->columns);
     for (size_t i = 0; i < hand->shard_bytes / sizeof *word; i++)
         word[i] = first + (uint32_t)i;
+    make_huge(word, hand->shard_bytes);
     return TB_OK;
 }
 
