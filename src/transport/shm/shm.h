@@ -24,11 +24,12 @@ enum {
     SHM_MAGIC = 0x54425348,
     SHM_VERSION = 7,
     SHM_MAX_FRAME = 32 << 10,
-    SHM_MAX_PIECES = 512,      /* of a long message; one with more goes through the ring */
-    SHM_MAX_IOV = 1024,        /* limit of process_vm_readv */
-    SHM_LONG_MESSAGES = 4096,    /* at a time */
-    SHM_REGISTRATIONS = 1 << 20, /* at a time: a tensor is one, and what is not used of the control page costs nothing */
-    SHM_READ_SLICE = 4 << 20,    /* bytes read from a peer at a time */
+    SHM_MAX_PIECES = 512,     /* of a long message; one with more goes through the ring */
+    SHM_MAX_IOV = 1024,       /* limit of process_vm_readv */
+    SHM_LONG_MESSAGES = 4096, /* at a time */
+    SHM_REGISTRATIONS =
+        1 << 20,              /* at a time: a tensor is one, and what is not used of the control page costs nothing */
+    SHM_READ_SLICE = 4 << 20, /* bytes read from a peer at a time */
     SHM_RING_SLOTS = 8,
     SHM_RING_SLOT_SIZE = 256 << 10,
     SHM_HELLO_FDS = 3, /* descriptors that a hello takes, beside the socket */

@@ -512,7 +512,8 @@ static void rings_are_checked(void **state) {
     }
 }
 
-/* As many tensors as a large model has can be registered. All numbers can be in use, and a number that was given back can be had again, as another registration. */
+/* As many tensors as a large model has can be registered. All numbers can be in use, and a number that was given back
+ * can be had again, as another registration. */
 static void registrations_run_out(void **state) {
     (void)state;
     endpoints e;
