@@ -12,37 +12,39 @@
 enum { SIZE, RANKS, SRC, DST, STAGED, CHECKSUM, BUS, GPU, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; 1GiB by default, 256MiB with --bus"},
-    [RANKS] = {"ranks", "N[,M]", "processes of the source, and of the target; 4 by default"},
-    [SRC] = {"src", "LAYOUT", "how the source is laid out, as in 'mesh=4 place=Shard(0)', which is the default"},
-    [DST] = {"dst", "LAYOUT", "how the target is laid out; by default every weight as suits tensor parallelism"},
+    [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; default: 1GiB, with --bus 256MiB"},
+    [RANKS] = {"ranks", "N[,M]", "processes of the source, and of the target; default: 4"},
+    [SRC] = {"src", "LAYOUT", "the layout of the source; default: 'mesh=4 place=Shard(0)'"},
+    [DST] = {"dst", "LAYOUT", "the layout of the target; default: each weight as for tensor parallelism"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
-    [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
-    [BUS] = {"bus", NULL, "everything through agents, one of which is killed in the middle"},
-    [GPU] = {"gpu", NULL, "tensors in memory of the first GPU, which all processes share"},
+    [CHECKSUM] = {"checksum", NULL, "send every bucket with a checksum, which the receiver compares"},
+    [BUS] = {"bus", NULL, "use agents, and kill one of them in the middle"},
+    [GPU] = {"gpu", NULL, "put tensors into memory of the first GPU, which all processes share"},
 };
 
 static const char details[] =
     "Forks the processes of a trainer and of an inference engine, which meet through a store in a temporary\n"
-    "folder. The trainer has a model shaped like a small Llama, cut by rows over its ranks, as FSDP does. The\n"
-    "engine wants it tensor parallel and, from 4 ranks on, twice over (data parallel). Three versions are sent.\n"
-    "Each element has a value that tells its version, its tensor and its place; targets hold wrong values before\n"
-    "a version comes, and every element is verified after it, on every rank. The first that is wrong is named.\n"
+    "folder. The trainer has a model shaped like a small Llama, cut by rows over its ranks, as by FSDP. The\n"
+    "engine has it tensor parallel and, from 4 ranks on, in two replicas (data parallel). Three versions are\n"
+    "sent. The value of each element follows from version, tensor and index. Before each version the targets\n"
+    "are filled with wrong values; after it, every rank verifies every element, and the first wrong one is\n"
+    "named.\n"
     "\n"
-    "A layout that is given holds for all weights; norms are vectors, and are replicated where it cuts a\n"
-    "second dimension. Its ranks are the processes of its side, from 0. See `tensorbus layout --help`.\n"
+    "--src and --dst hold for all weights. Norms are vectors, and are replicated where a layout cuts a second\n"
+    "dimension. Ranks in a layout are the processes of that side, from 0. See `tensorbus layout --help`.\n"
     "\n"
-    "With --bus there are a store, an agent for each rank, and the ranks are clients of their agents: the tensors\n"
-    "are in their memory, and the agents move them. While version 2 is under way an agent of the engine is killed\n"
-    "(SIGKILL). That version fails on every rank; it is told who heard of it when, and by which sentence. Then the\n"
-    "agent is started again, its client connects again, and all make the pair and register their tensors again,\n"
-    "under the same names; version 2 is sent once more. With --bus the time runs until the version is committed.\n"
+    "With --bus each rank is a client of an agent: the tensors are in the rank's memory, and the agents move\n"
+    "them. While version 2 is under way, an agent of the engine is killed (SIGKILL). The version fails on every\n"
+    "rank; the output has the time at which each rank was told, and the error message. Then the agent is\n"
+    "started again, its client connects again, all make the pair and register their tensors under the same\n"
+    "names, and version 2 is sent again.\n"
     "\n"
     "With --gpu all tensors are in GPU memory. Values are written and verified in host memory, and copied.\n"
     "\n"
-    "The time runs from when all ranks are ready until the last one has its data, or its memory back; the\n"
-    "phases are in ms, each that of the rank that spent most on it. memcpy is measured when the transfers are\n"
-    "over, by a thread per core, unless tensors are on a GPU. `tensorbus config` lists the settings.\n";
+    "The time is measured from when all ranks are ready until the last one has its data, or its memory back;\n"
+    "with --bus, until the version is committed. Times of phases are in ms, each that of the slowest rank.\n"
+    "memcpy is measured after the transfers, with a thread for each core, unless tensors are on a GPU.\n"
+    "`tensorbus config` lists the settings.\n";
 
 static const int64_t default_size = INT64_C(1) << 30, default_bus_size = INT64_C(256) << 20;
 

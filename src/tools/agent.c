@@ -17,31 +17,30 @@ enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT,
 enum { MOST_RANKS = 1 << 20 };
 
 static const tool_option options[] = {
-    [NAME] = {"name", "GROUP", "the group that the seat is in: trainer, inference, ..."},
+    [NAME] = {"name", "GROUP", "the group of the seat: trainer, inference, ..."},
     [RANK] = {"rank", "R", "the seat: 0 to N-1"},
-    [SIZE] = {"size", "N", "how many seats the group has"},
+    [SIZE] = {"size", "N", "the number of seats in the group"},
     [STORE] = {"store", "URL", "where ranks meet: unix:/run/bus.sock, tcp://host:7000, etcd://host:2379"},
-    [SOCKET] = {"socket", "PATH", "where programs connect ($XDG_RUNTIME_DIR/tensorbus/GROUP-R.sock)"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store, and of programs"},
-    [TIMEOUT] = {"timeout", "SECONDS", "to join, and for commands that do not say (30)"},
-    [WORKERS] = {"workers", "N", "threads that copy (as many as there are cores for this rank)"},
+    [SOCKET] = {"socket", "PATH", "where programs connect; default: $XDG_RUNTIME_DIR/tensorbus/GROUP-R.sock"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token, for the store and for programs"},
+    [TIMEOUT] = {"timeout", "SECONDS", "to join, and for commands that set no timeout; default: 30"},
+    [WORKERS] = {"workers", "N", "threads that copy; default: the machine's cores divided by its ranks"},
     [TRANSPORT] = {"transport", "NAME",
                    "the only one to use: shm, ucx (auto: for each rank the fastest that gets there)"},
-    [HOST] = {"host", "ID", "agents with the same one are on one host (the machine, and its network namespace)"},
-    [CHECKSUM] = {"checksum", NULL,
-                  "every bucket of every batch goes with a sum of its bytes, compared where it arrives"},
-    [NO_GPU] = {"no-gpu", NULL, "use no GPU: programs copy what they have there through host memory"},
-    [HTTP] = {"http", "[ADDRESS:]PORT",
-              "serve a page, /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
+    [HOST] = {"host", "ID", "agents with equal ids share memory; default: the machine and its network namespace"},
+    [CHECKSUM] = {"checksum", NULL, "send every bucket with a checksum, which the receiver compares"},
+    [NO_GPU] = {"no-gpu", NULL, "use no GPU: programs copy their GPU tensors through host memory"},
+    [HTTP] = {"http", "[ADDRESS:]PORT", "serve a page, /metrics and /status over HTTP; default address: 127.0.0.1"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
-    "Programs of the same user connect to the socket and have their tensors moved; see docs/operations.md.\n"
-    "It serves until SIGTERM or SIGINT; then it takes no new commands, and ends when those under way have ended.\n"
-    "If nobody serves the store at the URL, and that is an address of this machine, this agent does.\n"
-    "On loopback, --http serves whoever can connect to the port; elsewhere it needs --token-file, and\n"
-    "clients give the token as a bearer token or as the password of any user. Port 0 is any, and is printed.\n";
+    "Programs of the same user connect to the socket, and the agent moves their tensors; see\n"
+    "docs/operations.md. On SIGTERM or SIGINT the agent accepts no new commands, and ends when the running ones\n"
+    "have ended. If no process serves the store, and the URL is an address of this machine, the agent serves\n"
+    "it. On a loopback address, --http needs no token: every user of the machine can read the page. Any other\n"
+    "address needs --token-file; clients give the token as a bearer token, or as the password of any user. With\n"
+    "port 0 the system chooses a free port, which the agent prints.\n";
 
 enum { REPORT_MS = 5000 };
 
@@ -177,7 +176,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_agent = {
     .name = "agent",
-    .summary = "have a seat on the bus, and move tensors for programs of this machine",
+    .summary = "hold a seat on the bus, and move tensors for programs on this machine",
     .usage = "--name GROUP --rank R --size N --store URL [--socket PATH] [OPTION...]",
     .details = details,
     .options = options,

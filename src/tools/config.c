@@ -65,9 +65,9 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_config = {
     .name = "config",
-    .summary = "show the settings in force and where they come from",
+    .summary = "show all settings, and where each value comes from",
     .usage = "[--json]",
-    .details = "A setting is changed by its environment variable; an empty one counts as not set.\n",
+    .details = "Each setting has an environment variable, which changes it; an empty variable counts as not set.\n",
     .options = options,
     .run = run,
 };

@@ -20,23 +20,24 @@ enum {
 };
 
 static const tool_option options[] = {
-    [STORE] = {"store", "URL", "also the bus, as this store knows it: all machines, whoever has a seat"},
-    [SOCKET] = {"socket", "PATH", "only the agent that listens there"},
-    [LISTEN] = {"listen", "[ADDRESS:]PORT", "where browsers find the page (127.0.0.1:9180); port 0 is any"},
+    [STORE] = {"store", "URL", "also show the whole bus: all machines and seats that this store knows"},
+    [SOCKET] = {"socket", "PATH", "show only the agent at this socket"},
+    [LISTEN] = {"listen", "[ADDRESS:]PORT", "where to serve the page; default: 127.0.0.1:9180; port 0: any free port"},
     [TOKEN_FILE] = {"token-file", "FILE",
-                    "its first line is the token of the store, the agents, and browsers elsewhere"},
+                    "its first line is the token of the store and the agents, and browsers' password"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
-    "Prints \"page at URL\" once it serves, and runs until SIGTERM or SIGINT. The page shows ranks, pairs,\n"
-    "batches and their versions, transfers under way, bytes between ranks, and failures, and is up to date\n"
-    "within a second. It finds agents as `tensorbus status` does. With --store it has the groups, pairs, batches\n"
-    "and versions of the whole bus, with or without agents, and of transfers under way what the first rank of each\n"
-    "group has; bytes between ranks and the times of phases are those of this user's agents on this machine.\n\n"
-    "It listens on loopback unless told otherwise. Elsewhere, browsers are asked for a password, which is the\n"
-    "token; any user name will do.\n"
-    "/status has the same as JSON.\n";
+    "Prints \"page at URL\", and serves the page until SIGTERM or SIGINT. The page shows ranks, pairs, batches\n"
+    "with their versions, transfers under way, bytes between ranks, and failures; it is at most a second old.\n"
+    "Agents are found as by `tensorbus status`. With --store it also shows groups, pairs, batches and versions\n"
+    "of the whole bus, with or without agents, and, of transfers under way, the part of each group's first\n"
+    "rank. Bytes between ranks and times of phases are those of this user's agents on this machine.\n"
+    "\n"
+    "On a loopback address the page needs no token. With any other address --token-file is needed, and browsers\n"
+    "ask for a user and a password: the user can be any, the password is the token. /status has the data as\n"
+    "JSON.\n";
 
 typedef struct dashboard {
     pthread_mutex_t lock;
@@ -164,7 +165,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_dashboard = {
     .name = "dashboard",
-    .summary = "serve a live page of what agents do",
+    .summary = "serve a web page that shows agents and the bus, and updates itself",
     .usage = "[--store URL] [--listen [ADDRESS:]PORT] [--socket PATH] [--token-file FILE]",
     .details = details,
     .options = options,

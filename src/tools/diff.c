@@ -10,21 +10,22 @@
 enum { SPEC, ATOL, RTOL, ALL, JSON, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [SPEC] = {"spec", "FILE", "how the first becomes the second, as for `tensorbus reshard`; default: the same names"},
-    [ATOL] = {"atol", "X", "|a - b| may be X + rtol * |b|; default: 0"},
+    [SPEC] = {"spec", "FILE", "the spec that converts the first to the second; default: equal names, unsharded"},
+    [ATOL] = {"atol", "X", "elements differ if |a - b| > ATOL + RTOL * |b|; default: 0"},
     [RTOL] = {"rtol", "X", "default: 0"},
-    [ALL] = {"all", NULL, "list tensors that do not differ, too"},
+    [ALL] = {"all", NULL, "also list tensors that do not differ"},
     [JSON] = {"json", NULL, "print JSON"},
 };
 
 static const char details[] =
-    "Compares values, whatever the dtypes: f32 and bf16 that are the same numbers do not differ. For each tensor\n"
-    "that differs it tells how many elements do, the largest difference and where it is, and the mean of all.\n"
-    "With --spec either checkpoint may be sharded, and have other names and fused tensors: the first is what the\n"
-    "spec calls its source, the second has the form of its target. NaNs are equal to NaNs.\n"
+    "Compares values, not dtypes: an f32 and a bf16 element with the same number are equal, and NaNs are equal.\n"
+    "For each tensor that differs, the command prints the number of elements that differ, the largest\n"
+    "difference with its index, and the mean difference of all elements. With --spec, which is one of\n"
+    "`tensorbus reshard`, the checkpoints may be sharded, with other names and fused tensors: the first is the\n"
+    "source of the spec, the second has the form of its target.\n"
     "\n"
-    "Exits with 0 if all tensors are within the tolerances, with 1 if anything differs or fails, and with 2 for\n"
-    "bad input.\n"
+    "The exit status is 0 if all tensors are within the tolerances, 1 if something differs or fails, 2 for bad\n"
+    "input.\n"
     "\n"
     "Examples:\n"
     "  tensorbus diff model copy\n"

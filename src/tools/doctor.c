@@ -15,8 +15,8 @@
 enum { STORE, TOKEN_FILE, JSON, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [STORE] = {"store", "URL", "also see whether this store answers"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the store's token"},
+    [STORE] = {"store", "URL", "also check whether this store answers"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store"},
     [JSON] = {"json", NULL, "print JSON"},
 };
 
@@ -206,16 +206,18 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_doctor = {
     .name = "doctor",
-    .summary = "look at what this machine gives to tensorbus, and say what to do about what is missing",
+    .summary = "check whether this machine has what tensorbus needs, and what to do if not",
     .usage = "[--store URL [--token-file FILE]] [--json]",
-    .details = "Each line says how it is with one thing:\n\n"
-               "  ok       it is there\n"
-               "  limited  something is slower without it, or can't be had; the line below says what to do\n"
-               "  failed   tensorbus does not work without it\n\n"
-               "Transports are opened as a world opens them, so that what is told is what a world would say. Whether\n"
-               "processes may read one another's memory is tried out, by two that are not parent and child to the\n"
-               "system, and so is a copy to a GPU and back. The exit status is 1 if something has failed: a store\n"
-               "that was asked for has to answer.\n",
+    .details =
+        "Each line is the result of one check:\n"
+        "\n"
+        "  ok       it works\n"
+        "  limited  something is slower or not possible; the next line says what to do\n"
+        "  failed   tensorbus does not work without it\n"
+        "\n"
+        "Transports are opened in the same way as by a program, so their errors are those that a program would get.\n"
+        "Two unrelated processes try to read each other's memory, and a copy to a GPU and back is made. The exit\n"
+        "status is 1 if a check has failed; with --store, that includes a store that does not answer.\n",
     .options = options,
     .run = run,
 };

@@ -10,20 +10,21 @@ enum { JSON, TOKEN_FILE, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [JSON] = {"json", NULL, "print JSON"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the agent's token"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the agent"},
 };
 
 static const char details[] =
     "A checkpoint is a safetensors file, or a directory with one of these, looked for in this order:\n"
     "  model.safetensors               a model in one file\n"
-    "  model.safetensors.index.json    a model in several files; its weight_map says which tensor is where\n"
+    "  model.safetensors.index.json    a model in several files; its weight_map has the file of each tensor\n"
     "  rank_0.safetensors, rank_1...   a file for each rank\n"
-    "Headers are checked completely; data is not read. Tensors are sorted by name. A dtype that tensorbus does not\n"
-    "know is shown as the file has it (C64). What lies in the directory of\n"
-    "a model but is not in its index, or beside the files of ranks, is told as ignored; `tensorbus reshard`\n"
-    "refuses such a directory.\n"
-    "An agent is `agent:` and the path of its socket. Shown are the tensors of its programs' batches: shape and\n"
-    "layout of the whole, the bytes that the program has of it, and the device that these are on.\n"
+    "Headers are checked completely; data is not read. Tensors are sorted by name. A dtype that tensorbus does\n"
+    "not know is shown as the file spells it (C64). Files that the index of a model does not name, and other\n"
+    "files beside those of ranks, are listed as ignored; `tensorbus reshard` refuses such a directory.\n"
+    "\n"
+    "An agent is given as agent:PATH, the path of its socket. For each tensor of its programs' batches the\n"
+    "command shows shape and layout of the whole tensor, the bytes that the program has of it, and the device\n"
+    "they are on.\n"
     "\n"
     "Examples:\n"
     "  tensorbus inspect Llama-3.1-8B --json\n"
@@ -321,7 +322,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_inspect = {
     .name = "inspect",
-    .summary = "show the tensors of a checkpoint, or of programs",
+    .summary = "list the tensors of a checkpoint, or of the programs of an agent",
     .usage = "CHECKPOINT_OR_AGENT [--json] [--token-file FILE]",
     .operand = "CHECKPOINT_OR_AGENT",
     .details = details,

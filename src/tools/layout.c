@@ -10,13 +10,13 @@ enum { SHAPE, LAYOUT, DTYPE, RANK, ALL, JSON, SVG, JSONL, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SHAPE] = {"shape", "N,N,...", "global shape of the tensor; '' is a scalar"},
-    [LAYOUT] = {"layout", "LAYOUT", "who holds which part, as in 'mesh=2,2 place=R,S1 ranks=4..7'"},
-    [DTYPE] = {"dtype", "DTYPE", "dtype, such as bf16, to show bytes as well"},
+    [LAYOUT] = {"layout", "LAYOUT", "the layout, such as 'mesh=2,2 place=R,S1 ranks=4..7'"},
+    [DTYPE] = {"dtype", "DTYPE", "dtype, such as bf16; bytes are then shown, too"},
     [RANK] = {"rank", "RANK", "only this rank, with all its segments"},
-    [ALL] = {"all", NULL, "every rank, however many there are"},
+    [ALL] = {"all", NULL, "show all ranks, however many there are"},
     [JSON] = {"json", NULL, "print JSON"},
-    [SVG] = {"svg", "FILE", "draw the tensor into FILE; - prints the picture and nothing else"},
-    [JSONL] = {"jsonl", "FILE", "answer each line of FILE (- is standard input) with a line of JSON"},
+    [SVG] = {"svg", "FILE", "draw the tensor into FILE; -: print only the picture"},
+    [JSONL] = {"jsonl", "FILE", "answer each line of FILE (-: standard input) with a line of JSON"},
 };
 
 static const char details[] =
@@ -27,7 +27,7 @@ static const char details[] =
     "  Explicit(d, 0-3,5-6; 3-5)    the indices that each coordinate keeps, coordinates separated by ;\n"
     "  Replicate or R               keep everything\n"
     "  Partial(op) or P             a contribution to a sum, avg, min, max or product\n"
-    "Segments are half-open: 0-3 is 0, 1, 2. Without ranks=, the mesh is of ranks 0, 1, 2, ...\n"
+    "Segments are half-open: 0-3 is 0, 1, 2. Without ranks=, the mesh has the ranks 0, 1, 2, ...\n"
     "\n"
     "A line for --jsonl has shape, mesh, ranks and placements; the answer has locals, or error:\n"
     "  {\"shape\":[8],\"mesh\":[2],\"ranks\":[0,1],\"placements\":[[\"S\",0]]}\n"
@@ -262,7 +262,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_layout = {
     .name = "layout",
-    .summary = "show what each rank holds of a tensor",
+    .summary = "show which part of a tensor each rank holds",
     .usage = "--shape N,N,... --layout LAYOUT [OPTION...]\n"
              "--jsonl FILE",
     .details = details,

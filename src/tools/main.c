@@ -37,14 +37,14 @@ static int unknown_command(const char *name) {
 }
 
 static const char purpose[] =
-    "Shows how distributed tensors are laid out, what moves between two layouts, and moves it.";
+    "Moves tensors between programs that shard them differently, and shows layouts, plans and checkpoints.";
 
 static int print_overview(void) {
     tb__text out = {0};
     tb__text_add(&out, "usage: tensorbus COMMAND [OPTION...]\n\n%s\n\n", purpose);
     for (const tool_command *const *c = commands; *c; c++)
-        tb__text_add(&out, "  %-8s  %s\n", (*c)->name, (*c)->summary);
-    tb__text_add(&out, "\n  %-8s  %s\n", "help", "show this, or the help of a command: tensorbus help COMMAND");
+        tb__text_add(&out, "  %-9s  %s\n", (*c)->name, (*c)->summary);
+    tb__text_add(&out, "\n  %-9s  %s\n", "help", "show this, or the help of a command: tensorbus help COMMAND");
     tb__text_add(&out, "\nOptions: --help, --version. `tensorbus config` lists the environment variables.\n");
     return tool_print(&out);
 }

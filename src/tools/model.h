@@ -8,11 +8,12 @@
 
 /* Eight options that follow one another: [TO] = TOOL_MODEL_OPTIONS. */
 #define TOOL_MODEL_OPTIONS                                                                                             \
-    {"to", "FORM", "hf, vllm or megatron: what the target's programs load"},                                           \
-        {"tp", "N", "tensor-parallel ranks of the target"}, {"pp", "N", "and its pipeline stages"},                    \
-        {"ep", "N", "and its expert-parallel ranks"}, {"from-form", "FORM", "how the source has it; default: hf"},     \
-        {"from-tp", "N", "as --tp, of the source"}, {"from-pp", "N", "as --pp, of the source"}, {                      \
-        "from-ep", "N", "as --ep, of the source"                                                                       \
+    {"to", "FORM", "the form of the target: hf, vllm or megatron"},                                                    \
+        {"tp", "N", "tensor-parallel ranks of the target"}, {"pp", "N", "pipeline stages of the target"},              \
+        {"ep", "N", "expert-parallel ranks of the target"},                                                            \
+        {"from-form", "FORM", "the form of the source; default: hf"},                                                  \
+        {"from-tp", "N", "tensor-parallel ranks of the source"}, {"from-pp", "N", "pipeline stages of the source"}, {  \
+        "from-ep", "N", "expert-parallel ranks of the source"                                                          \
     }
 
 /* The spec that these options ask for, from dir's config.json; `options` and `value` begin with --to. Prints what the

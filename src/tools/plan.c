@@ -11,35 +11,36 @@ enum { SHAPE, DTYPE, SRC, DST, SPEC, IN, BANDWIDTH, HOSTS, RANK, BUCKETS, ALL, J
 static const tool_option options[NOPTIONS + 1] = {
     [SHAPE] = {"shape", "N,N,...", "global shape of the tensor; '' is a scalar"},
     [DTYPE] = {"dtype", "DTYPE", "dtype, such as bf16"},
-    [SRC] = {"src", "LAYOUT", "who has the tensor, as in 'mesh=4 place=S0'"},
-    [DST] = {"dst", "LAYOUT", "who gets it, as in 'mesh=2,2 place=R,S1 ranks=4..7'"},
-    [SPEC] = {"spec", "FILE", "a whole model in their place: a spec as `tensorbus reshard` takes"},
-    [IN] = {"in", "PATH", "with --spec: the checkpoint that has names, shapes and dtypes"},
+    [SRC] = {"src", "LAYOUT", "the layout of the source, such as 'mesh=4 place=S0'"},
+    [DST] = {"dst", "LAYOUT", "the layout of the target, such as 'mesh=2,2 place=R,S1 ranks=4..7'"},
+    [SPEC] = {"spec", "FILE", "plan a whole model instead: a spec of `tensorbus reshard`"},
+    [IN] = {"in", "PATH", "with --spec: take names, shapes and dtypes from this checkpoint"},
     [BANDWIDTH] = {"bandwidth", "RATE,...",
-                   "with --spec: bytes a second of a rank, a host, a link between hosts: 20GB,50GB"},
+                   "with --spec: bytes per second of a rank, a host, a link between hosts: 20GB,50GB"},
     [HOSTS] = {"hosts", "HOST,...",
-               "host numbers of rank 0, 1, 2, ...; shows what goes between hosts, and by which ways"},
-    [RANK] = {"rank", "RANK", "only what this rank does, box by box"},
+               "host numbers of rank 0, 1, 2, ...; shows the bytes between hosts, and their routes"},
+    [RANK] = {"rank", "RANK", "show only this rank, box by box"},
     [BUCKETS] = {"buckets", "SIZE",
-                 "show buckets of up to SIZE (16MiB, 30MB; 1: no gathering; default: the setting's)"},
-    [ALL] = {"all", NULL, "every row, however many there are"},
+                 "show buckets of up to SIZE (16MiB, 30MB; 1: one for each chunk; default: the setting)"},
+    [ALL] = {"all", NULL, "show all rows, however many there are"},
     [JSON] = {"json", NULL, "print JSON"},
-    [SVG] = {"svg", "FILE", "draw both sides and the traffic into FILE; - prints the picture and nothing else"},
-    [HTML] = {"html", "FILE", "the same as a page, where one rank's transfers can be looked up; not with --svg"},
-    [JSONL] = {"jsonl", "FILE", "answer each line of FILE (- is standard input) with a line of JSON"},
+    [SVG] = {"svg", "FILE", "draw both sides and the traffic into FILE; -: print only the picture"},
+    [HTML] = {"html", "FILE", "the same as a web page, with the transfers of each rank; not with --svg"},
+    [JSONL] = {"jsonl", "FILE", "answer each line of FILE (-: standard input) with a line of JSON"},
 };
 
 static const char details[] =
-    "Bytes and chunks count every receiver; a copy on one rank is LOCAL and counts as neither sent nor\n"
-    "received. The lower bound is what the busiest sender would send if replicas shared the work evenly.\n"
-    "Boxes are half-open ranges of indices into a rank's own part. Kinds: P2P, BROADCAST (one box for\n"
-    "several ranks), LOCAL, NONE (takes part in a reduction, sends nothing). How layouts are written:\n"
-    "`tensorbus layout --help`. Bucket defaults: `tensorbus config`.\n"
+    "Bytes and chunks are counted for every receiver. A copy within one rank is LOCAL, and counts as neither\n"
+    "sent nor received. The lower bound is what the busiest sender would send if replicas divided the work\n"
+    "evenly. Boxes are half-open ranges of indices in a rank's own part. Kinds: P2P; BROADCAST, one box for\n"
+    "several ranks; LOCAL; NONE, for a rank that contributes to a reduction and sends nothing. `tensorbus\n"
+    "layout --help` explains how layouts are written, `tensorbus config` shows the default size of buckets.\n"
     "\n"
-    "With --spec all tensors are planned together, as one batch: what each rank and host sends and receives, what\n"
-    "goes from host to host, which of them is the busiest, and how long it takes at least at the given bandwidths,\n"
-    "each of which is for either direction. Equal rank numbers on both sides are the same process: a target that is\n"
-    "apart has a mesh of its own ranks in the spec, {\"mesh\": [32], \"ranks\": [64, 65, ...]}.\n"
+    "With --spec all tensors are planned together, as one batch. The command prints what each rank and host\n"
+    "sends and receives, the bytes from host to host, which of these is the busiest, and, with --bandwidth, the\n"
+    "minimum time; bandwidths hold for each direction separately. Equal rank numbers on both sides mean the\n"
+    "same process. If the target is in other processes, give its mesh other ranks in the spec: {\"mesh\": [32],\n"
+    "\"ranks\": [64, 65, ...]}.\n"
     "\n"
     "A line for --jsonl has shape, dtype, src and dst, each of these with mesh, ranks and placements; the\n"
     "answer has check, chunks, send_bytes, recv_bytes, max_send and min_max_send, or error:\n"

@@ -29,18 +29,18 @@ enum {
 };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
+    [SPEC] = {"spec", "FILE", "the spec, in JSON: the form of each tensor in the source and in the target"},
     [IN] = {"in", "DIR", "the source: rank_0.safetensors and so on, or a Hugging Face model"},
-    [OUT] = {"out", "DIR", "the target, which is made; it must not hold files of a checkpoint"},
-    [HF] = {"hf", NULL, "write a Hugging Face model with its index; the target is one rank"},
-    [MAX_FILE_SIZE] = {"max-file-size", "SIZE", "with --hf: of each file, such as 1.5GiB or 800MB; default 5GiB"},
-    [MEMORY] = {"memory", "SIZE", "the most memory to use, at least 16MiB; default 1GiB"},
-    [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
+    [OUT] = {"out", "DIR", "the target, created if needed; it must not contain checkpoint files"},
+    [HF] = {"hf", NULL, "write a Hugging Face model with an index; the target has one rank"},
+    [MAX_FILE_SIZE] = {"max-file-size", "SIZE", "with --hf: the largest file, such as 1.5GiB or 800MB; default: 5GiB"},
+    [MEMORY] = {"memory", "SIZE", "the most memory to use, at least 16MiB; default: 1GiB"},
+    [THREADS] = {"threads", "N", "default: one for each core, at most 16"},
     [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
-    [TRUST] = {"trust-replicas", NULL, "do not compare source ranks that hold the same; the first one is read"},
+    [TRUST] = {"trust-replicas", NULL, "do not compare replicas in the source; read the first one only"},
     [UNINDEXED] = {"ignore-unindexed", NULL,
-                   "go on without *.safetensors files, or tensors in them, that are not read"},
-    [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
+                   "continue although some *.safetensors files, or tensors in them, are not used"},
+    [SYNC] = {"sync", NULL, "write all data to the disk before the files get their final names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
     [ALONE] = {"tensors-only", NULL, "do not copy config.json, the tokenizer and other files that are not tensors"},
@@ -48,25 +48,26 @@ static const tool_option options[NOPTIONS + 1] = {
 };
 
 static const char details[] =
-    "The spec has an entry for a tensor, or rules, which are tried in order:\n"
+    "The spec has entries for single tensors, and rules, which are tried in order:\n"
     "  {\"src_mesh\": {\"mesh\": [2, 4], \"names\": [\"dp\", \"tp\"]}, \"dst_mesh\": [2],\n"
     "   \"tensors\": {\"lm_head.weight\": {\"shape\": [32000, 4096], \"dtype\": \"bf16\",\n"
     "               \"src\": \"R,Shard(0)\", \"dst\": {\"placements\": [[\"S\", 0]], \"dtype\": \"f16\"}}},\n"
     "   \"rules\": [{\"match\": \"*.q_proj.weight\", \"src\": {\"tp\": \"Shard(0)\"}, \"dst\": \"Shard(0)\"},\n"
     "             {\"match\": \"*.rotary_emb.*\", \"skip\": true},\n"
     "             {\"match\": \"*\"}]}\n"
-    "A side that is left out is replicated over its mesh; a mesh that is left out is rank 0. Shapes are\n"
-    "worked out from the files where the spec gives none. A tensor without entry and rule is an error. So are\n"
-    "source ranks that should hold the same, but differ: a tensor that is cut needs a rule that says so.\n"
-    "\"quantisation\": \"mxfp8\", \"fp8_block\", \"fp8_tensor\" or \"nvfp4\" in 'dst' writes data and scales, in "
-    "'src'\n"
-    "reads them. docs/reshard.md explains every key.\n"
+    "Without \"src\" or \"dst\" a tensor is replicated over that side's mesh; without a mesh the side is rank 0.\n"
+    "Shapes that the spec does not give are computed from the files. A tensor that has no entry and matches no\n"
+    "rule is an error. So are replicas that differ: then the tensor is sharded, and needs a rule that says so.\n"
+    "In \"dst\", \"quantisation\": \"mxfp8\", \"fp8_block\", \"fp8_tensor\" or \"nvfp4\" writes data and scales; in "
+    "\"src\"\n"
+    "it reads them. docs/reshard.md explains every key.\n"
     "\n"
-    "--to takes the place of a spec for models of well-known families: `tensorbus spec` prints what it stands for.\n"
+    "For models of well-known families, --to replaces the spec; `tensorbus spec` prints the spec that it stands\n"
+    "for.\n"
     "\n"
-    "Files have temporary names until all are complete. Whatever fails leaves nothing behind. A run that is\n"
-    "killed (SIGKILL) leaves its temporary files; the next run into the same directory removes them. One run\n"
-    "at a time can write into a directory.\n"
+    "Files have temporary names until all are complete; a run that fails removes them. A run that is killed\n"
+    "(SIGKILL) leaves them, and the next run into the same directory removes them. Only one run at a time can\n"
+    "write into a directory.\n"
     "\n"
     "Examples:\n"
     "  tensorbus reshard --spec tp4_to_tp2.json --in step_1000 --out step_1000_tp2 --verify\n"
@@ -413,7 +414,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_reshard = {
     .name = "reshard",
-    .summary = "turn a checkpoint sharded one way into one sharded another way",
+    .summary = "convert a checkpoint to another sharding, dtype or format",
     .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
              "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
              "--to FORM [--tp N] [--pp N] [--ep N] [--from-form FORM] ... --in DIR --out DIR\n"

@@ -24,10 +24,10 @@ enum { GROUPS, STORE, TOKEN_FILE, NO_AGENTS, NOPTIONS };
 enum { MOST_GROUPS = 64, MOST_PROCESSES = 1024, GRACE_MS = 10000, LINE = 65536, LABEL = TB__DIRECTORY_MAX_NAME + 40 };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [GROUPS] = {"groups", "GROUP=N,...", "how many processes each group has: trainer=4,engine=2"},
-    [STORE] = {"store", "URL", "where they meet (a store of this command's own, for as long as it runs)"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store, of agents and of programs"},
-    [NO_AGENTS] = {"no-agents", NULL, "start no agents: each program has its seat on the bus itself"},
+    [GROUPS] = {"groups", "GROUP=N,...", "the number of processes of each group: trainer=4,engine=2"},
+    [STORE] = {"store", "URL", "where they meet; default: a store that this command serves while it runs"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token, for the store, agents and programs"},
+    [NO_AGENTS] = {"no-agents", NULL, "start no agents: each program holds its seat itself"},
 };
 
 /* What is forwarded to programs. */
@@ -476,24 +476,24 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_run = {
     .name = "run",
-    .summary = "start the processes of groups on this machine, each with its agent and its seat",
+    .summary = "start the processes of groups on this machine, each with a seat and an agent",
     .usage = "--groups GROUP=N[,GROUP=N...] [OPTION...] -- PROGRAM [ARG...] [: PROGRAM [ARG...]]...",
     .operand = "a program",
     .takes_program = true,
     .details =
-        "Each process finds its seat in the environment: TENSORBUS_STORE, TENSORBUS_GROUP, TENSORBUS_INDEX,\n"
-        "TENSORBUS_SIZE and, with agents, TENSORBUS_AGENT. tb_world_join(NULL, NULL, 0, 0, NULL, &world), and "
-        "tb.join()\n"
-        "of the Python package, take them from there. One program runs in all groups, or there is one for each, in "
-        "the\n"
-        "order of --groups, with \":\" between them:\n\n"
+        "Each process gets its seat in environment variables: TENSORBUS_STORE, TENSORBUS_GROUP, TENSORBUS_INDEX,\n"
+        "TENSORBUS_SIZE and, with agents, TENSORBUS_AGENT. tb_world_join(NULL, NULL, 0, 0, NULL, &world), and\n"
+        "tb.join() in Python, read these variables. Give one program, which runs in all groups, or one for each\n"
+        "group in the order of --groups, separated by \":\".\n"
+        "\n"
         "  tensorbus run --groups trainer=4,engine=2 -- python3 job.py\n"
-        "  tensorbus run --groups trainer=4,engine=2 -- ./train --fast : ./serve --port 80\n\n"
-        "Lines that they write begin with their seat: [trainer 0]. They read nothing. HUP, INT, QUIT, TERM, USR1,\n"
-        "USR2, TSTP and CONT are forwarded to all programs, and what they have started. When one fails, the others\n"
-        "get SIGTERM, and SIGKILL 10 seconds later, and the exit status is that of the first that failed, or 128 and\n"
-        "the signal that ended it. Agents end when all programs have. Nothing that was started outlives this "
-        "command.\n",
+        "  tensorbus run --groups trainer=4,engine=2 -- ./train --fast : ./serve --port 80\n"
+        "\n"
+        "Each line of their output is printed with the seat in front: [trainer 0]. Their standard input is empty.\n"
+        "HUP, INT, QUIT, TERM, USR1, USR2, TSTP and CONT are forwarded to the programs and to the processes that\n"
+        "these have started. If a program fails, the others get SIGTERM, and SIGKILL 10 seconds later. The exit\n"
+        "status is that of the first program that failed, or 128 plus the number of the signal that ended it.\n"
+        "Agents end after all programs; no process that was started outlives this command.\n",
     .options = options,
     .run = run,
 };

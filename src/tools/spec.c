@@ -11,9 +11,10 @@ static const tool_option options[NOPTIONS + 1] = {
 };
 
 static const char details[] =
-    "Prints a spec for `tensorbus reshard`, which says how a model's files become those that another program loads,\n"
-    "and checks it against the files. Families: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V2 and\n"
-    "V3, Gemma, Gemma 2 and Gemma 3 (text). What the configuration does not tell is said on standard error.\n"
+    "Prints a spec for `tensorbus reshard`, which converts a model's files to those that another program loads,\n"
+    "and checks it against the files. Families: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V2\n"
+    "and V3, Gemma, Gemma 2 and Gemma 3 (text). If config.json lacks something, the command reports it on\n"
+    "standard error.\n"
     "\n"
     "  hf        Hugging Face's files: one rank\n"
     "  vllm      the weights of vLLM's load_format=\"sharded_state\": qkv_proj, gate_up_proj and experts fused\n"
@@ -54,7 +55,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_spec = {
     .name = "spec",
-    .summary = "print the spec of a resharding, for a model of a well-known family",
+    .summary = "print the spec that reshards a model of a well-known family",
     .usage = "--from DIR --to FORM [--tp N] [--pp N] [--ep N] [--from-form FORM] [--from-tp N] ...",
     .details = details,
     .options = options,

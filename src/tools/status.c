@@ -8,25 +8,26 @@
 enum { STORE, SOCKET, ALL, TOKEN_FILE, TIMEOUT, WATCH, INTERVAL, JSON };
 
 static const tool_option options[] = {
-    [STORE] = {"store", "URL", "the bus, as this store knows it: all machines, whoever has a seat"},
-    [SOCKET] = {"socket", "PATH", "only the agent that listens there"},
-    [ALL] = {"all", NULL, "also sockets that agents have left behind when they were killed; with --store, each seat"},
+    [STORE] = {"store", "URL", "show the whole bus: all machines and seats that this store knows"},
+    [SOCKET] = {"socket", "PATH", "show only the agent at this socket"},
+    [ALL] = {"all", NULL, "also show the sockets of killed agents; with --store, show each seat"},
     [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store, or of the agents"},
-    [TIMEOUT] = {"timeout", "SECONDS", "how long an agent or the store may take to answer (5)"},
-    [WATCH] = {"watch", NULL, "with --store: look again and again"},
-    [INTERVAL] = {"interval", "SECONDS", "with --watch: from one look to the next (2)"},
-    [JSON] = {"json", NULL, "print JSON: the agents' reports; with --store, the bus, in one line"},
+    [TIMEOUT] = {"timeout", "SECONDS", "how long to wait for an answer of an agent or the store; default: 5"},
+    [WATCH] = {"watch", NULL, "with --store: repeat until interrupted"},
+    [INTERVAL] = {"interval", "SECONDS", "with --watch: the time between two reports; default: 2"},
+    [JSON] = {"json", NULL, "print JSON: the agents' reports; with --store, the bus as one line"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
-    "With --store: groups, their seats and who is missing; machines by their names, with what their ranks' tensors\n"
-    "are on, their transports and versions, and how long ago they joined; pairs, and who has not asked for them;\n"
-    "batches, and the version that each group has. Batches are what the first rank of each group reports, once a\n"
-    "second at most.\n\n"
-    "Without --store and --socket, all agents of this user with a socket in $XDG_RUNTIME_DIR/tensorbus, or in\n"
-    "/tmp/tensorbus-UID where that variable is not set. If one of them does not answer, the others are shown,\n"
-    "and the exit status is 1. docs/protocol.md says what reports hold.\n";
+    "With --store the report has: groups, with their taken and missing seats; machines by host name, with\n"
+    "devices, transports, versions, and the time since they joined; pairs, with the ranks that have not made\n"
+    "them; batches, with the version that each group has. Each group's first rank reports its batches, at most\n"
+    "once a second.\n"
+    "\n"
+    "Without --store and --socket the report is about all agents of this user: those that have a socket in\n"
+    "$XDG_RUNTIME_DIR/tensorbus, or, if that variable is not set, in /tmp/tensorbus-UID. If an agent does not\n"
+    "answer, the others are shown, and the exit status is 1. docs/protocol.md describes the reports.\n";
 
 /* ---- Tables ---------------------------------------------------------------------------------------------------- */
 
@@ -309,7 +310,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_status = {
     .name = "status",
-    .summary = "show the bus, or what agents do: groups, machines, pairs, batches, transfers",
+    .summary = "show the bus or its agents: groups, machines, pairs, batches, transfers",
     .usage = "--store URL [--all] [--watch] [--json] [OPTION...]\n[--all] [--json] [OPTION...]\n"
              "--socket PATH [--json] [OPTION...]",
     .details = details,

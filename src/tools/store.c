@@ -15,10 +15,10 @@ enum { LISTEN, TOKEN_FILE, INSECURE, WAIT, NOPTIONS };
 enum { MOST_SECONDS = 1000000000, RETRY_MS = 100 };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [LISTEN] = {"listen", "URL", "where: unix:/path/to.sock or tcp://host:port; port 0 means any"},
-    [TOKEN_FILE] = {"token-file", "FILE", "who does not know its first line is turned away"},
-    [INSECURE] = {"insecure", NULL, "serve everybody who can connect, without a token, also from other machines"},
-    [WAIT] = {"wait", "SECONDS", "while another process serves there (0)"},
+    [LISTEN] = {"listen", "URL", "unix:/path/to.sock or tcp://host:port; port 0: any free port"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token; clients without it are refused"},
+    [INSECURE] = {"insecure", NULL, "accept all clients without a token, also from other machines"},
+    [WAIT] = {"wait", "SECONDS", "how long to wait if another process serves the URL; default: 0"},
 };
 
 static int read_wait(const char *text, int64_t *out) {
@@ -89,20 +89,20 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_store = {
     .name = "store",
-    .summary = "serve the store through which processes meet",
+    .summary = "serve the store where processes find each other",
     .usage = "--listen URL [--token-file FILE | --insecure] [--wait SECONDS]",
     .details =
-        "Processes that are given the same URL meet there. Without this command the first of them serves the store,\n"
-        "and another one when that has ended. What is in the store is kept in memory only; processes that lose it\n"
-        "write what concerns them again when it is back.\n\n"
-        "Prints \"serving URL\" once it does, and runs until SIGTERM or SIGINT. A Unix socket is for the same user "
-        "only.\n"
-        "If another process serves there, for one because it took the place of a store that had ended, this fails, or\n"
-        "with --wait says so and waits for its end.\n"
-        "A token has 32 to 510 bytes: openssl rand -hex 32 makes one. It is never sent. A store that other machines "
-        "can\n"
-        "connect to needs one, or --insecure.\n"
-        "A namespace in the URL means nothing here. etcd needs no such process: give etcd://host:port to all.\n",
+        "Processes that join with the same URL are on one bus. Without this command the first of them serves the\n"
+        "store, and if it ends, another one does. The store is kept in memory only: when it comes back empty, the\n"
+        "processes write their entries again.\n"
+        "\n"
+        "Prints \"serving URL\", and runs until SIGTERM or SIGINT. Only processes of the same user can connect to a\n"
+        "Unix socket. If another process serves the URL, for example one that has taken over from a store that\n"
+        "ended, the command fails; with --wait it prints that, and waits until the other process ends.\n"
+        "\n"
+        "A token has 32 to 510 bytes; `openssl rand -hex 32` makes one. It is never sent over the network. A store\n"
+        "that other machines can connect to needs a token, or --insecure. A namespace in the URL is ignored here.\n"
+        "etcd can be used instead of this command: give all processes etcd://host:port.\n",
     .options = options,
     .run = run,
 };

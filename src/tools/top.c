@@ -20,18 +20,18 @@ enum { SOCKET, INTERVAL, ONCE, TOKEN_FILE };
 enum { ONCE_MS = 5000, LIVE_MS = 1000 }; /* what an agent gets to answer */
 
 static const tool_option options[] = {
-    [SOCKET] = {"socket", "PATH", "only the agent that listens there"},
-    [INTERVAL] = {"interval", "SECONDS", "between two looks (1)"},
-    [ONCE] = {"once", NULL, "print one screen, without colours, and end"},
-    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the agents' token"},
+    [SOCKET] = {"socket", "PATH", "show only the agent at this socket"},
+    [INTERVAL] = {"interval", "SECONDS", "time between two updates; default: 1"},
+    [ONCE] = {"once", NULL, "print one screen without colours, and exit"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the agents"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
-    "Shows all agents of this user, as `tensorbus status` finds them, until q or Ctrl-C. GB/s are those since the\n"
-    "look before; those of pairs and peers count what has been completed. What goes from one of these agents to\n"
-    "another is both sent and received: the first line has the two apart. Peers are sorted by rank. Without a\n"
-    "terminal it does what --once does.\n";
+    "Shows all agents of this user, as `tensorbus status` finds them, until q or Ctrl-C is pressed. Speeds, in\n"
+    "GB/s, are averages since the previous update; those of pairs and peers count completed transfers only.\n"
+    "Data between two of these agents counts as sent and as received; the first line shows both. Peers are\n"
+    "sorted by rank. If standard output is no terminal, the command prints one screen, as with --once.\n";
 
 static tb_status look(tool_agents *agents, int timeout_ms) {
     TB_TRY(tool_agents_find(agents));
@@ -235,7 +235,7 @@ static int run(const tb__config *config, const char *const *value) {
 
 const tool_command tool_top = {
     .name = "top",
-    .summary = "watch what agents do: transfers, speeds, pairs, clients",
+    .summary = "watch agents: transfers, speeds, pairs, clients",
     .usage = "[--socket PATH] [--interval SECONDS] [--once] [--token-file FILE]",
     .details = details,
     .options = options,

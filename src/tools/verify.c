@@ -10,22 +10,22 @@
 enum { HASHES, SPEC, THREADS, JSON, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [HASHES] = {"hashes", "FILE", "compare with a list that --json has printed; -: standard input"},
-    [SPEC] = {"spec", "FILE", "which parts files of ranks have: those of the first are its src, of the second its dst"},
-    [THREADS] = {"threads", "N", "default: as many as there are cores"},
-    [JSON] = {"json", NULL, "print JSON: of one checkpoint its list of hashes"},
+    [HASHES] = {"hashes", "FILE", "compare with hashes that --json has printed; -: standard input"},
+    [SPEC] = {"spec", "FILE", "the layouts of files of ranks: src for the first checkpoint, dst for the second"},
+    [THREADS] = {"threads", "N", "default: one for each core"},
+    [JSON] = {"json", NULL, "print JSON; for one checkpoint, the list of hashes"},
 };
 
 static const char details[] =
-    "With two checkpoints, or one and a list of hashes, says which tensors differ, and where: in which file of\n"
-    "which rank, and in which box. With one checkpoint alone, prints the hash of each tensor.\n"
+    "With two checkpoints, or with one and a list of hashes, prints which tensors differ, in the file of which\n"
+    "rank, and in which box. With one checkpoint alone, prints the hash of each tensor.\n"
     "\n"
-    "The hash of a tensor is a sum over its elements, of their bits and places in the whole tensor: it is the same\n"
-    "in one file, in several, and in the files of ranks. Replicas are each compared. Nothing is cast: a tensor\n"
-    "that has another dtype differs. docs/verify.md has the formula. Checkpoints are those that `tensorbus\n"
-    "inspect` shows; files are mapped, and must not be cut short meanwhile.\n"
+    "The hash of a tensor is a sum over its elements, computed from their bits and from their indices in the\n"
+    "whole tensor. So it is the same however the tensor is divided into files. Each replica is compared. Dtypes\n"
+    "are compared, too: values are not cast. docs/verify.md has the formula. A checkpoint is what `tensorbus\n"
+    "inspect` takes; its files are mapped, and must not be shortened meanwhile.\n"
     "\n"
-    "Exits with 0 if all is equal, with 1 if anything differs or fails, and with 2 for bad input.\n"
+    "The exit status is 0 if all tensors are equal, 1 if something differs or fails, 2 for bad input.\n"
     "\n"
     "Examples:\n"
     "  tensorbus verify step_1000 step_1000_hf\n"
