@@ -134,6 +134,10 @@ def look(url, connections):
         for wanted in ("trainer: ", "engine: ", "weights", "step", "idle", "Bytes between ranks", "store connected"):
             check(wanted in text, f"'{wanted}' is not shown: {text}")
         check(browser.evaluate("document.querySelectorAll('#history tbody tr').length") == 8, f"history: {text}")
+        versions = browser.evaluate("[...document.querySelectorAll('#history td:first-child')].map(cell => Number(cell.innerText))")
+        check(versions == sorted(versions, reverse=True), f"versions are not in order: {versions}")
+        ids = browser.evaluate("/[0-9a-f]{8}-[0-9a-f]{4}/.test(document.querySelector('#ranks').innerText)")
+        check(not ids, f"the id of a machine is shown in full: {text}")
         cells = browser.evaluate("heat.cells.size")
         check(cells == RANKS * RANKS, f"the heat map has {cells} cells")
         transfer(connections, 1)

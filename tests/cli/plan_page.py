@@ -21,6 +21,9 @@ try:
         found = browser.evaluate("$('rows').children.length")
         if (sums, found) != (wanted, rows):
             sys.exit(f"rank {rank}: '{sums}' with {found} rows, and not '{wanted}' with {rows}")
+        others = browser.evaluate("[...$('rows').children].map(row => Number(row.children[1].textContent))")
+        if others != sorted(others):
+            sys.exit(f"rank {rank}: its transfers are not in the order of ranks: {others}")
     if os.environ.get("TB_PICTURES"):
         browser.save_screenshot(os.environ["TB_PICTURES"] + "/plan.png")
 finally:
