@@ -36,11 +36,7 @@ static void add_json(tb__text *out, const tb__config *config) {
 
 static void add_table(tb__text *out, const tb__config *config) {
     tool_table table = {0};
-    tool_table_column(&table, "name", false);
-    tool_table_column(&table, "environment", false);
-    tool_table_column(&table, "value", false);
-    tool_table_column(&table, "from", false);
-    tool_table_column(&table, "", false);
+    tool_table_columns(&table, "name", "environment", "value", "from", "", NULL);
     for (int key = 0; key < TB__CONFIG_COUNT; key++) {
         const tb__config_entry *entry = &tb__config_table[key];
         tb__text value = {0};

@@ -157,11 +157,7 @@ static tb_status compare(const char *const *value, report *r) {
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     report r = {.is_json = value[JSON] != NULL, .has_all = value[ALL] != NULL};
-    tool_table_column(&r.table, "tensor", false);
-    tool_table_column(&r.table, "different", true);
-    tool_table_column(&r.table, "largest", true);
-    tool_table_column(&r.table, "mean", true);
-    tool_table_column(&r.table, "where", false);
+    tool_table_columns(&r.table, "tensor", "#different", "#largest", "#mean", "where", NULL);
     tb_status status = compare(value, &r);
     tb__text out = {0}, table = {0};
     bool has_rows = r.ndifferent > 0 || (r.has_all && r.nequal > 0);

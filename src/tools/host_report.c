@@ -25,10 +25,7 @@ static void add_rest(tb__text *out, size_t shown, size_t count) {
 void tool_add_load(tb__text *out, const tool_load *load, bool all) {
     tool_table table = {0}, ways = {0};
     size_t shown = all || load->host_links.count <= MOST_ROWS ? load->host_links.count : MOST_ROWS;
-    tool_table_column(&table, "from host", true);
-    tool_table_column(&table, "to host", true);
-    tool_table_column(&table, "bytes", true);
-    tool_table_column(&table, "", true);
+    tool_table_columns(&table, "#from host", "#to host", "#bytes", "#", NULL);
     for (size_t i = 0; i < shown; i++) {
         const tool_link *l = &load->host_links.item[i];
         tool_table_cell(&table, "%" PRId32, l->from);
@@ -36,15 +33,12 @@ void tool_add_load(tb__text *out, const tool_load *load, bool all) {
         tool_table_cell(&table, "%" PRId64, l->nbytes);
         tool_table_cell(&table, "%s", l->nbytes >= 1024 ? tool_size(l->nbytes).text : "");
     }
-    tb__text_add(out, "\n");
-    tool_table_finish(&table, out);
+    tool_table_finish_below(&table, out);
     add_rest(out, shown, load->host_links.count);
     if (load->ways.count == 0)
         return;
     shown = all || load->ways.count <= MOST_ROWS ? load->ways.count : MOST_ROWS;
-    tool_table_column(&ways, "handed on from rank to rank", false);
-    tool_table_column(&ways, "bytes", true);
-    tool_table_column(&ways, "", true);
+    tool_table_columns(&ways, "handed on from rank to rank", "#bytes", "#", NULL);
     for (size_t i = 0; i < shown; i++) {
         const tool_way *w = &load->ways.item[i];
         tool_table_cell(&ways, "%s", w->text);

@@ -67,20 +67,13 @@ static const char *name_of(const report *r, const tb__safetensors *file) {
 
 static void begin_tables(report *r) {
     if (has_ranks(r)) {
-        tool_table_column(&r->files, "rank", true);
-        tool_table_column(&r->tensors, "rank", true);
+        tool_table_columns(&r->files, "#rank", NULL);
+        tool_table_columns(&r->tensors, "#rank", NULL);
     }
-    tool_table_column(&r->files, "file", false);
-    tool_table_column(&r->files, "tensors", true);
-    tool_table_column(&r->files, "bytes", true);
-    tool_table_column(&r->files, "", false);
-    tool_table_column(&r->tensors, "tensor", false);
-    tool_table_column(&r->tensors, "dtype", false);
-    tool_table_column(&r->tensors, "shape", false);
-    tool_table_column(&r->tensors, "bytes", true);
-    tool_table_column(&r->tensors, "", false);
+    tool_table_columns(&r->files, "file", "#tensors", "#bytes", "", NULL);
+    tool_table_columns(&r->tensors, "tensor", "dtype", "shape", "#bytes", "", NULL);
     if (r->kind == TB__CHECKPOINT_INDEX)
-        tool_table_column(&r->tensors, "file", false);
+        tool_table_columns(&r->tensors, "file", NULL);
 }
 
 static void add_bytes(tool_table *table, int64_t nbytes) {
@@ -272,12 +265,10 @@ static void add_heading(tb__text *out, const report *r) {
 static void add_tables(tb__text *out, report *r) {
     add_heading(out, r);
     if (has_several_files(r) && r->nfiles > 0) {
-        tb__text_add(out, "\n");
-        tool_table_finish(&r->files, out);
+        tool_table_finish_below(&r->files, out);
     }
     if (r->ntensors > 0) {
-        tb__text_add(out, "\n");
-        tool_table_finish(&r->tensors, out);
+        tool_table_finish_below(&r->tensors, out);
     }
 }
 

@@ -20,7 +20,6 @@ static void take_shape(tool_table *table, const json_t *tensor) {
 }
 
 static void add_batch(tb__text *out, const json_t *batch) {
-    static const char *const titles[] = {"tensor", "pair", "dtype", "shape", "layout"};
     const json_t *list = json_object_get(batch, "list");
     tool_table table = {0};
     size_t i;
@@ -30,10 +29,7 @@ static void add_batch(tb__text *out, const json_t *batch) {
                  tool_json_text(batch, "state"), json_array_size(list));
     if (json_array_size(list) == 0)
         return;
-    for (i = 0; i < sizeof titles / sizeof *titles; i++)
-        tool_table_column(&table, titles[i], false);
-    tool_table_column(&table, "bytes", true);
-    tool_table_column(&table, "memory", false);
+    tool_table_columns(&table, "tensor", "pair", "dtype", "shape", "layout", "#bytes", "memory", NULL);
     json_array_foreach(list, i, tensor) {
         tool_table_cell(&table, "%s", tool_json_text(tensor, "name"));
         tool_table_cell(&table, "%s", tool_json_text(tensor, "pair"));

@@ -74,15 +74,10 @@ static void add_transfers(tb__text *out, const tool_plan_view *view, bool all) {
     if (shown < count)
         qsort(loads, count, sizeof *loads, compare_loads);
     tool_table table = {0};
-    tool_table_column(&table, "from", true);
-    tool_table_column(&table, "to", false);
-    tool_table_column(&table, "kind", false);
-    tool_table_column(&table, "box at source", false);
+    tool_table_columns(&table, "#from", "to", "kind", "box at source", NULL);
     if (has_contributors)
-        tool_table_column(&table, "reduced over", false);
-    tool_table_column(&table, "chunks", true);
-    tool_table_column(&table, "bytes", true);
-    tool_table_column(&table, "", true);
+        tool_table_columns(&table, "reduced over", NULL);
+    tool_table_columns(&table, "#chunks", "#bytes", "#", NULL);
     for (size_t i = 0; i < shown; i++)
         add_transfer_row(&table, view, &view->transfers.item[loads[i].index], has_contributors);
     tool_table_finish(&table, out);
@@ -158,11 +153,11 @@ static void add_ranks(tb__text *out, const tool_plan_view *view, const figures *
     if (shown < s->nranks)
         qsort(loads, (size_t)s->nranks, sizeof *loads, compare_loads);
     tool_table table = {0};
-    tool_table_column(&table, "rank", true);
+    tool_table_columns(&table, "#rank", NULL);
     for (int k = 0; k < NFIGURES; k++) {
         if (f->is_shown[k]) {
             tool_table_column(&table, f->title[k], true);
-            tool_table_column(&table, "", true);
+            tool_table_columns(&table, "#", NULL);
         }
     }
     for (int32_t i = 0; i < shown; i++) {

@@ -31,18 +31,6 @@ static const char details[] =
 
 /* ---- Tables ---------------------------------------------------------------------------------------------------- */
 
-static void columns(tool_table *table, const char *const *titles) {
-    for (; *titles; titles++) { /* numbers have a # before their titles */
-        bool is_number = **titles == '#';
-        tool_table_column(table, *titles + is_number, is_number);
-    }
-}
-
-static void finish(tool_table *table, tb__text *out) {
-    tb__text_add(out, "\n");
-    tool_table_finish(table, out);
-}
-
 static void add_heading(tb__text *out, const char *path, const json_t *report) {
     const json_t *store = json_object_get(report, "store");
     tb__text_add(out, "%s", tool_bold());
@@ -74,21 +62,21 @@ static void add_clients(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *client;
-    columns(&table, (const char *const[]){"client", "#pid", "#commands", "#under way", NULL});
+    tool_table_columns(&table, "client", "#pid", "#commands", "#under way", NULL);
     json_array_foreach(list, i, client) {
         tool_table_cell(&table, "%s", tool_json_text(client, "name"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(client, "pid"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(client, "commands"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(client, "under_way"));
     }
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 static void add_pairs(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *pair;
-    columns(&table, (const char *const[]){"pair", "with", "here", "there", "#sent", "#received", "state", NULL});
+    tool_table_columns(&table, "pair", "with", "here", "there", "#sent", "#received", "state", NULL);
     json_array_foreach(list, i, pair) {
         tb__text state = {0};
         tool_add_pair_state(&state, pair);
@@ -100,7 +88,7 @@ static void add_pairs(tb__text *out, const json_t *list) {
         tool_table_cell(&table, "%s", tool_size(tool_json_int(pair, "received")).text);
         tool_table_take(&table, &state);
     }
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 static void take_names(tool_table *table, const json_t *list) {
@@ -117,8 +105,7 @@ static void add_batches(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *batch;
-    columns(&table, (const char *const[]){"batch", "client", "pairs", "#tensors", "memory", "#size", "#version",
-                                          "state", NULL});
+    tool_table_columns(&table, "batch", "client", "pairs", "#tensors", "memory", "#size", "#version", "state", NULL);
     json_array_foreach(list, i, batch) {
         const char *error = tool_json_text(batch, *tool_json_text(batch, "why") ? "why" : "error");
         tool_table_cell(&table, "%s", tool_json_text(batch, "id"));
@@ -130,7 +117,7 @@ static void add_batches(tb__text *out, const json_t *list) {
         tool_take_version(&table, batch);
         tool_table_cell(&table, "%s%s%s", tool_json_text(batch, "state"), *error ? ": " : "", error);
     }
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 static void add_transfer(tool_table *table, const json_t *batch, const json_t *transfer, const char *state) {
@@ -150,7 +137,7 @@ static void add_transfers(tb__text *out, const json_t *batches) {
     tool_table table = {0};
     size_t i, j;
     json_t *batch, *transfer;
-    columns(&table, (const char *const[]){"transfer", "what", "#attempt", "#moved", "#ms", "#GB/s", NULL});
+    tool_table_columns(&table, "transfer", "what", "#attempt", "#moved", "#ms", "#GB/s", NULL);
     for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
         tool_table_column(&table, tb_phase_name((tb_phase)phase), true);
     json_array_foreach(batches, i, batch) {
@@ -162,14 +149,14 @@ static void add_transfers(tb__text *out, const json_t *batches) {
             add_transfer(&table, batch, last, *tool_json_text(batch, "error") ? "failed" : "done");
     }
     if (table.cells.count > 0)
-        finish(&table, out);
+        tool_table_finish_below(&table, out);
 }
 
 static void add_peers(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *peer;
-    columns(&table, (const char *const[]){"peer", "host", "transport", "#sent", "#received", "state", NULL});
+    tool_table_columns(&table, "peer", "host", "transport", "#sent", "#received", "state", NULL);
     json_array_foreach(list, i, peer) {
         bool is_alive = json_is_true(json_object_get(peer, "alive"));
         tool_table_cell(&table, "%s", tool_json_text(peer, "label"));
@@ -179,7 +166,7 @@ static void add_peers(tb__text *out, const json_t *list) {
         tool_table_cell(&table, "%s", tool_size(tool_json_int(peer, "received")).text);
         tool_table_cell(&table, "%s%s", is_alive ? "alive" : "lost: ", tool_json_text(peer, "why"));
     }
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 static void add_agent(tb__text *out, const char *path, const json_t *report) {

@@ -13,18 +13,6 @@ enum { MOST_NAMED = 12, MOST_RUNS = 8 };
 
 /* ---- Tables ---------------------------------------------------------------------------------------------------- */
 
-static void columns(tool_table *table, const char *const *titles) {
-    for (; *titles; titles++) { /* numbers have a # before their titles */
-        bool is_number = **titles == '#';
-        tool_table_column(table, *titles + is_number, is_number);
-    }
-}
-
-static void finish(tool_table *table, tb__text *out) {
-    tb__text_add(out, "\n");
-    tool_table_finish(table, out);
-}
-
 /* "0,4..7" */
 static void add_indices(tb__text *out, const json_t *list) {
     int32_t indices[1024];
@@ -41,7 +29,7 @@ static void add_groups(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i;
     json_t *group;
-    columns(&table, (const char *const[]){"group", "#seats", "#here", "missing", NULL});
+    tool_table_columns(&table, "group", "#seats", "#here", "missing", NULL);
     json_array_foreach(json_object_get(bus, "groups"), i, group) {
         tb__text missing = {0};
         const json_t *list = json_object_get(group, "missing");
@@ -55,7 +43,7 @@ static void add_groups(tb__text *out, const json_t *bus) {
                      differ ? "members disagree about the number of seats" : "");
         tool_table_take(&table, &missing);
     }
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 /* Seats of one machine, which have the same version and transports. */
@@ -151,7 +139,7 @@ static void take_ages(tool_table *table, const json_t *const *objects, size_t co
 static void add_machines(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     machine_rows rows = {0};
-    columns(&table, (const char *const[]){"machine", "seats", "devices", "transports", "version", "age", NULL});
+    tool_table_columns(&table, "machine", "seats", "devices", "transports", "version", "age", NULL);
     out->failed |= !collect_machines(bus, &rows);
     for (size_t i = 0; i < rows.count; i++) {
         const machine_row *row = &rows.item[i];
@@ -165,15 +153,15 @@ static void add_machines(tb__text *out, const json_t *bus) {
         free(row->seats.item);
     }
     free(rows.item);
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 static void add_seats(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i;
     json_t *seat;
-    columns(&table, (const char *const[]){"seat", "#rank", "#incarnation", "machine", "#pid", "devices", "transports",
-                                          "version", "age", NULL});
+    tool_table_columns(&table, "seat", "#rank", "#incarnation", "machine", "#pid", "devices", "transports", "version",
+                       "age", NULL);
     json_array_foreach(json_object_get(bus, "seats"), i, seat) {
         const json_t *one = seat;
         bool has_joined = json_is_true(json_object_get(seat, "joined"));
@@ -190,7 +178,7 @@ static void add_seats(tb__text *out, const json_t *bus) {
         tool_table_cell(&table, "%s", has_joined ? tool_json_text(seat, "version") : "joining");
         take_ages(&table, &one, 1);
     }
-    finish(&table, out);
+    tool_table_finish_below(&table, out);
 }
 
 /* "; engine: 1,3 missing" */
@@ -209,7 +197,7 @@ static void add_pairs(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i, j;
     json_t *pair, *side;
-    columns(&table, (const char *const[]){"pair", "groups and layouts", "state", NULL});
+    tool_table_columns(&table, "pair", "groups and layouts", "state", NULL);
     json_array_foreach(json_object_get(bus, "pairs"), i, pair) {
         tb__text sides = {0}, state = {0}, missing = {0};
         json_array_foreach(json_object_get(pair, "sides"), j, side) {
@@ -226,7 +214,7 @@ static void add_pairs(tb__text *out, const json_t *bus) {
         tool_table_take(&table, &state);
     }
     if (json_array_size(json_object_get(bus, "pairs")) > 0)
-        finish(&table, out);
+        tool_table_finish_below(&table, out);
     else
         tool_table_finish(&table, &(tb__text){.failed = true});
 }
@@ -271,7 +259,7 @@ static void add_batches(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i, j, n = json_array_size(json_object_get(bus, "batches"));
     json_t *batch, *side;
-    columns(&table, (const char *const[]){"batch", "pair", "#tensors", "#size", "versions", "state", NULL});
+    tool_table_columns(&table, "batch", "pair", "#tensors", "#size", "versions", "state", NULL);
     json_array_foreach(json_object_get(bus, "batches"), i, batch) {
         tb__text versions = {0}, state = {0};
         tb__text_add(&state, "%s", tool_json_text(batch, "state"));
@@ -294,7 +282,7 @@ static void add_batches(tb__text *out, const json_t *bus) {
         tool_table_take(&table, &state);
     }
     if (n > 0)
-        finish(&table, out);
+        tool_table_finish_below(&table, out);
     else
         tool_table_finish(&table, &(tb__text){.failed = true});
 }

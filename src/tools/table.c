@@ -31,6 +31,14 @@ void tool_table_column(tool_table *table, const char *title, bool is_number) {
     table->ncolumns++;
 }
 
+void tool_table_columns(tool_table *table, ...) {
+    va_list titles;
+    va_start(titles, table);
+    for (const char *title = va_arg(titles, const char *); title; title = va_arg(titles, const char *))
+        tool_table_column(table, title + (*title == '#'), *title == '#');
+    va_end(titles);
+}
+
 void tool_table_width(tool_table *table, int width) {
     table->column[table->ncolumns - 1].width = width;
 }
@@ -101,4 +109,9 @@ void tool_table_finish(tool_table *table, tb__text *out) {
     tool_table_flush(table, out);
     free(table->cells.item);
     *table = (tool_table){0};
+}
+
+void tool_table_finish_below(tool_table *table, tb__text *out) {
+    tb__text_add(out, "\n");
+    tool_table_finish(table, out);
 }

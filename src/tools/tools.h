@@ -149,11 +149,14 @@ typedef struct tool_table {
 } tool_table;
 
 void tool_table_column(tool_table *table, const char *title, bool is_number);
+/* Several, up to NULL; the titles of numbers have a # in front. */
+void tool_table_columns(tool_table *table, ...) __attribute__((sentinel));
 void tool_table_width(tool_table *table, int width); /* of the last column, at least */
 void tool_table_cell(tool_table *table, const char *format, ...) __attribute__((format(printf, 2, 3)));
-void tool_table_take(tool_table *table, tb__text *cell);  /* empties `cell` */
-void tool_table_flush(tool_table *table, tb__text *out);  /* adds the rows so far to the text; more may follow */
-void tool_table_finish(tool_table *table, tb__text *out); /* adds the table to the text and frees it */
+void tool_table_take(tool_table *table, tb__text *cell);        /* empties `cell` */
+void tool_table_flush(tool_table *table, tb__text *out);        /* adds the rows so far to the text; more may follow */
+void tool_table_finish(tool_table *table, tb__text *out);       /* adds the table to the text and frees it */
+void tool_table_finish_below(tool_table *table, tb__text *out); /* the same after an empty line */
 
 /* Whether standard output is a terminal that wants colours; the codes are "" where it is not. */
 const char *tool_bold(void);

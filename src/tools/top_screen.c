@@ -277,15 +277,13 @@ void top_draw(tb__text *out, const tool_agents *agents) {
     for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
         tool_table table = {0};
         for (const char *const *title = tables[t].titles; *title; title++)
-            tool_table_column(&table, *title + (**title == '#'), **title == '#');
+            tool_table_columns(&table, *title, NULL);
         for (size_t i = 0; i < agents->list.count; i++) {
             if (agents->list.item[i].report)
                 tables[t].add(&table, &agents->list.item[i]);
         }
-        if (table.cells.count > 0) {
-            tb__text_add(out, "\n");
-            tool_table_finish(&table, out);
-        }
+        if (table.cells.count > 0)
+            tool_table_finish_below(&table, out);
     }
     bool is_first = true;
     for (size_t i = 0; i < agents->list.count; i++) {
