@@ -84,7 +84,7 @@ static void add_mpi(doctor *d, const char *name) {
 static void add_curl(doctor *d, const char *name) {
     const tb__curl *curl;
     if (tb__curl_load(&curl) == TB_OK)
-        doctor_add(d, DOCTOR_OK, name, NULL, "libcurl is there");
+        doctor_add(d, DOCTOR_OK, name, NULL, "libcurl is installed");
     else
         doctor_add(d, DOCTOR_LIMITED, name, "apt-get install libcurl4, or use a store that is not etcd", "%s",
                    tb_error_detail());
@@ -100,7 +100,7 @@ static void add_host(doctor *d, const char *name) {
     char id[TB__CONTACT_PREFIX + 1] = "", called[256] = "";
     tb__get_machine_id(NULL, id);
     gethostname(called, sizeof called - 1);
-    doctor_add(d, DOCTOR_OK, name, NULL, "'%s', called %s; who says the same is reached by shm", id, called);
+    doctor_add(d, DOCTOR_OK, name, NULL, "'%s', host name %s; ranks with the same id use shm", id, called);
 }
 
 /* ---- The command --------------------------------------------------------------------------------------------- */

@@ -34,12 +34,12 @@ static const char *remedy_of_driver(void) {
     if (has_files)
         return "see whether nvidia-smi lists the GPU, and CUDA_VISIBLE_DEVICES; a driver for CUDA 12.4 or later is "
                "needed";
-    return "none, where tensors are in host memory; else NVIDIA's driver, and in a container docker run --gpus all";
+    return "nothing, if tensors are in host memory; else install NVIDIA's driver, in a container docker run --gpus all";
 }
 #else
 static const char *remedy_of_driver(void) {
     (void)is_library;
-    return "none, where tensors are in host memory; else build again where nvcc is: a CUDA toolkit, or "
+    return "nothing, if tensors are in host memory; else build again where nvcc is: a CUDA toolkit, or "
            "pip install nvidia-cuda-nvcc";
 }
 #endif

@@ -67,7 +67,7 @@ void doctor_process_vm(doctor *d, const char *name) {
     uint64_t word = 0x746f62656f72206f;
     target t = {.pid = getpid(), .word = &word, .value = word};
     doctor_answer answer;
-    char line[32], yama[64] = "no Yama here";
+    char line[32], yama[64] = "Yama is not active";
     int scope = -1;
     if (read_line("/proc/sys/kernel/yama/ptrace_scope", line, sizeof line) && sscanf(line, "%d", &scope) == 1)
         snprintf(yama, sizeof yama, "kernel.yama.ptrace_scope is %d", scope);
@@ -95,10 +95,10 @@ void doctor_tb_alloc(doctor *d, const char *name) {
     tb_free(memory);
     if (getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur != RLIM_INFINITY)
         doctor_add(d, DOCTOR_LIMITED, name, "raise RLIMIT_FSIZE: ulimit -f unlimited",
-                   "shared memory is there, up to %s at a time: it counts as a file",
+                   "shared memory works, up to %s at a time: it counts as a file",
                    tool_size((int64_t)files.rlim_cur).text);
     else
-        doctor_add(d, DOCTOR_OK, name, NULL, "shared memory is there, and no limit on its size");
+        doctor_add(d, DOCTOR_OK, name, NULL, "shared memory works, without a limit on its size");
 }
 
 /* Whether tb_alloc gets one, from wherever. */
@@ -164,13 +164,12 @@ void doctor_dev_shm(doctor *d, const char *name) {
     uint64_t room = room_in_dev_shm();
     if (room == 0) {
         doctor_add(d, DOCTOR_LIMITED, name, errno == ENOSPC ? remedy : "mount a tmpfs there that may be written to",
-                   "semaphores, and the shared memory of UCX and MPI, are there: %s", strerror(errno));
+                   "semaphores, UCX and MPI need it: %s", strerror(errno));
         return;
     }
     bool is_enough = room >> 20 >= ENOUGH_MIB;
     doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name, is_enough ? NULL : remedy,
-               "%s are free, for semaphores, and for UCX and MPI; tb_alloc takes nothing of it",
-               tool_size((int64_t)room).text);
+               "%s are free, for semaphores, UCX and MPI; tb_alloc does not use it", tool_size((int64_t)room).text);
 }
 
 /* Devices that take memory only if it is locked. */
@@ -192,9 +191,9 @@ void doctor_memlock(doctor *d, const char *name) {
     bool is_enough = is_unlimited || ndevices == 0;
     doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name,
                is_enough ? NULL : "ulimit -l unlimited: limits.conf, LimitMEMLOCK=infinity, docker --ulimit memlock=-1",
-               "%s may be locked; %d RDMA device%s, which need it for what they read and write",
-               is_unlimited ? "any memory" : tool_size((int64_t)locked.rlim_cur).text, ndevices,
-               ndevices == 1 ? "" : "s");
+               "%s may be locked; there %s %d RDMA device%s, which would need it",
+               is_unlimited ? "any memory" : tool_size((int64_t)locked.rlim_cur).text, ndevices == 1 ? "is" : "are",
+               ndevices, ndevices == 1 ? "" : "s");
 }
 
 /* ---- The rest ------------------------------------------------------------------------------------------------ */

@@ -61,15 +61,15 @@ static void describe_ucx(const doctor_answer *version, const char *said, char *o
 static const char *remedy_of_ucx(const doctor_answer *version, bool has_settings) {
     int major = 0, minor = 0;
     if (!version->is_ok)
-        return "apt-get install libucx0; without it the processes of this host reach one another, and nobody else";
+        return "apt-get install libucx0; without it only processes of this host reach one another";
     if (sscanf(version->said, "%d.%d", &major, &minor) == 2 && (major != TB__UCX_MAJOR || minor < TB__UCX_MINOR))
-        return "install a later one, and let TENSORBUS_UCX name its libucp.so.0; until then the processes of this host "
-               "reach one another, and nobody else";
+        return "install a later one, and let TENSORBUS_UCX name its libucp.so.0; until then only processes of this "
+               "host reach one another";
     if (has_settings)
         return "change the variables, or unset them: as they are, UCX can't be opened";
     if (!doctor_has_dev_shm())
-        return "see to /dev/shm, which is below; until then UCX_TLS=tcp, or the lanes of an RDMA adapter, may do";
-    return "`ucx_info -d`, of the package ucx-utils, says more of what UCX lacks";
+        return "mend /dev/shm, see below; until then UCX_TLS=tcp, or the lanes of an RDMA adapter, may work";
+    return "`ucx_info -d`, of the package ucx-utils, shows what UCX has found";
 }
 
 /* Lists the lanes that lead to other hosts, or those that don't, separated by commas. */
@@ -107,8 +107,8 @@ static void warn_of_public(doctor *d, const char *title, const char *lanes) {
                    "let UCX_NET_DEVICES name private interfaces only: UCX trusts whoever can connect to it",
                    "listens at a public address: %s", used.data);
     if (left_out.count > 0)
-        doctor_add(d, DOCTOR_OK, title, "UCX_NET_DEVICES, if it is to be used all the same",
-                   "leaves out what has a public address: %s", left_out.data);
+        doctor_add(d, DOCTOR_OK, title, "set UCX_NET_DEVICES to use it nevertheless",
+                   "does not use interfaces with a public address: %s", left_out.data);
     d->has_failed |= used.failed || left_out.failed;
     tb__text_fini(&used);
     tb__text_fini(&left_out);
@@ -154,11 +154,11 @@ static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
     else if (near.count > 0)
         doctor_add(d, DOCTOR_LIMITED, title,
                    has_settings
-                       ? "let the variables allow tcp or an RDMA adapter, and a device that leads to the others"
-                       : "a network interface that is up, beside lo, or an RDMA adapter",
-                   "opens, but none of its lanes leads to other hosts: %s%s", near.data, about);
+                       ? "let the variables allow tcp or an RDMA adapter, and a device that reaches the other hosts"
+                       : "other hosts need a network interface that is up, or an RDMA adapter",
+                   "opens, but has no lane to other hosts: %s%s", near.data, about);
     else
-        doctor_add(d, DOCTOR_OK, title, NULL, "opens; its lanes are not told%s", about);
+        doctor_add(d, DOCTOR_OK, title, NULL, "opens; UCX does not list its lanes%s", about);
     if (answer->is_ok)
         warn_of_public(d, title, answer->said);
     if (answer->is_ok)

@@ -131,11 +131,11 @@ C
     printed '^  *-> change the variables, or unset them'
     for lanes in self self,shm; do
         UCX_TLS=$lanes accepted doctor
-        printed "^limited  *transport ucx  *opens, but none of its lanes leads to other hosts: self/.*; UCX_TLS=$lanes\$"
+        printed "^limited  *transport ucx  *opens, but has no lane to other hosts: self/.*; UCX_TLS=$lanes\$"
         printed '^  *-> let the variables allow tcp'
     done
     UCX_NET_DEVICES=lo accepted doctor
-    printed '^limited  *transport ucx  *opens, but none of its lanes leads to other hosts: .*tcp/lo'
+    printed '^limited  *transport ucx  *opens, but has no lane to other hosts: .*tcp/lo'
 fi
 
 # a store

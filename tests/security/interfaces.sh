@@ -35,7 +35,7 @@ said() {
 report=$("$TENSORBUS" doctor 2>&1)
 case $report in *'libucx'*) echo 'skipped: UCX is not installed' && exit 77 ;; esac
 said '^ok  *transport ucx  *opens; for other hosts, too: tcp/private0[;]'
-said '^ok  *transport ucx  *leaves out what has a public address: public0 (203.0.113.5)$'
+said '^ok  *transport ucx  *does not use interfaces with a public address: public0 (203.0.113.5)$'
 
 # What is asked for is done, with a warning.
 report=$(UCX_NET_DEVICES=public0 "$TENSORBUS" doctor 2>&1)
@@ -54,6 +54,6 @@ for address in 9.255.255.255 11.0.0.1 172.15.255.255 172.32.0.1 192.167.255.255 
     ip address flush dev public0
     ip address add "$address/32" dev public0
     report=$("$TENSORBUS" doctor 2>&1)
-    said "leaves out what has a public address: public0 ($address)"
+    said "does not use interfaces with a public address: public0 ($address)"
 done
 exit "$failed"
