@@ -55,7 +55,7 @@ static int run(const tb__config *config, const char *const *value) {
     char token[TB__TOKEN_ROOM] = "";
     int64_t wait_ms = 0;
     if (!value[LISTEN])
-        return tool_fail(TOOL_BAD_INPUT, "--listen is missing");
+        return tool_fail(TOOL_BAD_INPUT, "--listen is missing; see `tensorbus store --help`");
     if (value[TOKEN_FILE] && value[INSECURE])
         return tool_fail(TOOL_BAD_INPUT, "--insecure is for a store without a token: leave out one of the two");
     if (value[TOKEN_FILE] && tool_read_token(value[TOKEN_FILE], token) != TB_OK)
