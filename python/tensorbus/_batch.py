@@ -108,16 +108,16 @@ class Batch(Handle):
 
         ``shape`` is the global one; by default, the tensor's own. ``layout`` is this side's for this tensor; by
         default, what the tensor brings, or the pair's. ``dtype`` reinterprets the bits, for dtypes that NumPy lacks:
-        "bf16" for an array of uint16. ``wire_dtype`` asks for a cast on the way, ``group`` orders arrivals, ``view``
-        says how the stored tensor becomes the one that is named. The memory is borrowed until the batch is
-        closed.
+        "bf16" for an array of uint16. ``wire_dtype`` requests a cast on the way; tensors with a lower ``group`` arrive
+        first; ``view`` converts the stored tensor to the one that ``name`` names. The memory is borrowed until the
+        batch is closed.
 
-        ``ranks`` maps the ranks of a DTensor's mesh to seats of the group, where they are not the same. Where that mesh
-        is a sub-mesh of ``mesh``, the others beside it have the same tensor.
+        ``ranks`` maps the ranks of a DTensor's mesh to seats of the group, if they differ. If the DTensor's mesh is a
+        sub-mesh of ``mesh``, the tensor is replicated over the other dimensions of ``mesh``.
 
-        ``encode`` says that this side has it quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4", with options as
-        in docs/models.md. ``scales`` and ``scale`` are the tensors of its scales. Tensors with the same ``scale_group``
-        have one scale in common.
+        ``encode`` is the format if this side's tensor is quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4", with
+        the options in docs/models.md. ``scales`` and ``scale`` are the tensors of its scales. Tensors with the same
+        ``scale_group`` share one scale.
         """
         if ranks is not None or mesh is not None:
             tensor = _torch.read_dtensor(name, tensor, ranks, mesh)
@@ -223,13 +223,13 @@ class Batch(Handle):
         it in ``mesh``, a DeviceMesh, or in the largest mesh of the module's parameters. Plain tensors have the pair's
         layout, or are replicated over ``mesh``.
 
-        The batch keeps the module, not addresses: every transfer looks at each parameter again. One whose storage has
-        moved (``.data =``, ``.to()``, ``load_state_dict(assign=True)``, offloading) is bound again. Where it can't be,
-        because the new memory has other strides or is of another kind, or there is an agent, it travels through the
-        old memory, which the batch keeps: before a send it is copied there, and after a receive from there.
+        The batch keeps the module, not addresses: every transfer looks at each parameter again. If the storage of a
+        parameter has moved (``.data =``, ``.to()``, ``load_state_dict(assign=True)``, offloading), the batch binds the
+        new memory. It can't do so if the new memory has other strides or is of another kind, and with an agent. Then
+        the batch keeps the old memory, and copies the parameter to it before a send, and back after a receive.
 
-        One whose layout or dtype has changed is refused, by name, and so is one that is not tied any more. So is a
-        module that FSDP has unsharded, unless ``reshard`` asks to reshard it first.
+        Refused, by name, are parameters whose layout or dtype has changed, and tied parameters that are not tied any
+        more; also a module that FSDP has unsharded, unless ``reshard`` is set, which reshards it first.
         """
         with _without_collecting():
             self._add_module(pair, module, buffers, reshard, mesh, ranks, wire_dtype)
@@ -322,8 +322,8 @@ class Batch(Handle):
     def _registering(self, timeout: float | None = None) -> Call[Batch]:
         """Waits until both sides of every pair have added their tensors, and names and shapes agree.
 
-        Who disagrees, or is missing at the deadline, is named in the exception. The first transfer registers a batch
-        that has not been.
+        The exception names the processes that disagree, or that are missing at the deadline. The first transfer
+        registers the batch if this was not called.
         """
 
         def done() -> None:
@@ -396,8 +396,8 @@ class Batch(Handle):
     def signal(self, question: int, timeout: float | None = None, *, group: str | None = None) -> bool:
         """Whether there is something to move, with the same answer on all ranks of the group that ask this question.
 
-        So all ranks of an engine take the same branch. Programs number their questions from 1, on all ranks alike. The
-        default ``timeout`` is 30 seconds.
+        With it, all ranks of an engine can take the same branch. Programs number their questions from 1, on all ranks
+        alike. The default ``timeout`` is 30 seconds.
         """
         out = c_bool()
         question = _values.integer("question", question, 1, 2**64 - 1)
@@ -433,7 +433,7 @@ class Batch(Handle):
         returns at once, with the transfer. ``timeout`` is for the whole transfer. Tensors on a GPU are read after the
         work on ``stream``, a handle; by default, PyTorch's current one.
 
-        The first transfer registers a batch that has not been; with ``wait=None``, that is awaited with the transfer.
+        The first transfer registers the batch; with ``wait=None`` that is a part of the transfer.
         """
         return self._transfer(True, timeout, wait, group, skip_lost, False, whole_group, stream)
 
@@ -467,8 +467,8 @@ class Batch(Handle):
     ) -> tuple[TransferState | None, TransferState | None]:
         """Moves the batch once, from group ``source`` to the groups that it exchanges with, and waits until it is done.
 
-        This process sends, receives, or does both, whichever groups it is in; so all processes of a job make the same
-        call. The states are those of the two transfers; None for one that it had no part in.
+        This process sends, receives, or does both, depending on its groups, so all processes of a job make the same
+        call. Returns the states of the two transfers; None for one that this process takes no part in.
 
         >>> import tempfile, numpy, tensorbus as tb
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -617,7 +617,7 @@ class Batch(Handle):
             transfer.close()
 
     def close(self) -> None:
-        """Gives the tensors back. A send that was released is waited for; what else is under way is cancelled."""
+        """Stops using the tensors. Waits for a send that was released; cancels other transfers that are under way."""
         for transfer in list(self._transfers.values()):
             transfer._finish(cancels=True)
         if self._take():

@@ -62,14 +62,15 @@ def _joining(
     """Takes seat ``index`` of the ``size`` in ``group``, on the bus whose store is at ``url``.
 
     ``url`` is "unix:/run/bus.sock", "tcp://127.0.0.1:7000" or "etcd://a:2379,b:2379"; or an agent,
-    "agent:/run/trainer-0.sock", whose seat it is then. Without it, TENSORBUS_STORE or TENSORBUS_AGENT of the
-    environment tells where, as `tensorbus run` sets them. ``group`` defaults to TENSORBUS_GROUP; ``index`` and ``size``
+    "agent:/run/trainer-0.sock", whose seat this must be. The default is TENSORBUS_STORE or TENSORBUS_AGENT in the
+    environment; `tensorbus run` sets them. ``group`` defaults to TENSORBUS_GROUP; ``index`` and ``size``
     to those of torch.distributed, or of the environment: TENSORBUS_INDEX and TENSORBUS_SIZE, or what torchrun, MPI,
     Slurm or Kubernetes has set (tensorbus.h has the variables).
 
-    Options: ``timeout``, in seconds, to join, and for calls that are given none (30); ``token``, the same for all who
-    meet in one store; ``transport``, "auto", "shm", "ucx" or "self"; ``workers``, threads that copy; ``host``, whoever
-    has the same one is on the same machine; ``plan_bytes``, memory for plans; ``name``, as which an agent shows it.
+    Options: ``timeout``, in seconds, to join, and for calls without a timeout of their own (30); ``token``, the same in
+    all processes that use one store; ``transport``, "auto", "shm", "ucx" or "self"; ``workers``, the number of threads
+    that copy; ``host``, an id: processes with equal ids are on one machine; ``plan_bytes``, the most memory for plans;
+    ``name``, the name of this process in an agent's status.
 
     >>> import tempfile, tensorbus as tb
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +210,7 @@ class Bus(Handle):
 
     @property
     def plans(self) -> Plans:
-        """How often a batch found its plan ready, how often one had to be made, and the memory of those kept."""
+        """How often a batch found its plan, how often one had to be made, and the memory of all plans that are kept."""
         hits, misses = c_uint64(), c_uint64()
         with self._use() as world:
             lib.tb_world_plan_counters(world, byref(hits), byref(misses))
@@ -243,8 +244,8 @@ class Bus(Handle):
         The layout may be left out if every tensor brings its own. With "none", on both sides, seat i sends to seat i,
         and each rank's tensors are its own.
 
-        Options: ``group``, this side's, where the process is in several; ``timeout``, in seconds; with ``wait=False``
-        the others are waited for when a batch is registered.
+        Options: ``group``, this side's, if the process is in several; ``timeout``, in seconds; with ``wait=False`` the
+        call returns at once, and registering a batch waits for the others.
         """
         c_name, c_remote = _values.text("name", name), _values.text("remote", remote)
         here = self.group if group is None else group
@@ -282,10 +283,11 @@ class Bus(Handle):
     ) -> Batch:
         """Tensors that travel together. All ranks of its pairs make it, by the same name.
 
-        ``commit`` is "in_place" or "shadow": what arrives lands in the tensors, or beside them until all ranks of the
-        group have all of theirs. ``ties`` maps names of tied weights to canonical ones, ``ignored`` has patterns of
-        names that may be on one side only. ``sends`` says that this side is going to send: then registration prepares the
-        first transfer, which otherwise takes longer than later ones. The other options are those of ``tb_batch_opts``; 0 is their default.
+        ``commit`` is "in_place", which writes arriving data to the tensors, or "shadow", which writes it to other
+        memory until all ranks of the group have all of their data. ``ties`` maps names of tied weights to canonical
+        ones, ``ignored`` has patterns of names that may be on one side only. ``sends`` says that this side is going to
+        send: then registration prepares the first transfer, which otherwise takes longer than later ones. The other
+        options are those of ``tb_batch_opts``; 0 is their default.
         """
         ties = _values.mapping("ties", ties)
         for names in ties.items():
@@ -323,7 +325,7 @@ class Bus(Handle):
             lib.tb_world_invalidate(world, first, last - first)
 
     def close(self) -> None:
-        """Closes its batches and pairs, then leaves all groups. What was sent and released is waited for."""
+        """Closes its batches and pairs, then leaves all groups. Waits until receivers have what was released."""
         for batch in list(self._batches):
             batch.close()
         for service in list(self._services):

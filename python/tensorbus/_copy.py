@@ -202,7 +202,7 @@ def copy_service(
     staged: bool = False,
     convert_local: bool = False,
 ) -> CopyService:
-    """Opens the copy service of a group; all of its ranks do, by the same name. By default, the group joined first.
+    """Opens the copy service of a group; all of its ranks do, by the same name. The default is the group joined first.
 
     The options are those of ``tb_copy_opts``; 0 is their default. With ``convert_local``, what a rank copies to itself
     is cast and broadcast, as by PyTorch's ``copy_``.

@@ -170,8 +170,8 @@ _tensors.READERS.insert(0, _read_memory)
 def empty(shape: Any, dtype: Any = "f32", device: Any = "cpu") -> Memory:
     """Memory for a tensor that peers on this machine read in place, without a copy.
 
-    ``device`` is "cpu", "pinned" (memory of the CPU that GPUs read and write at full speed), "cuda" or "cuda:1". What
-    the memory holds at first is not said.
+    ``device`` is "cpu", "pinned" (memory of the CPU that GPUs read and write at full speed), "cuda" or "cuda:1". The
+    memory's initial contents are undefined.
 
     >>> import tensorbus as tb
     >>> tb.empty((4096, 4096), "bf16")

@@ -32,7 +32,7 @@ class Pair(Handle):
         return str(self.layout).encode() if self.layout else f"mesh={self.size} place=R".encode()
 
     def close(self) -> None:
-        """Gives the pair up; its batches can't be moved through it any more."""
+        """Destroys the pair; batches can't be transferred through it any more."""
         if self._take():
             self._destroy(self._bus, lib.tb_pair_destroy, None)
         if self in self._bus._pairs:

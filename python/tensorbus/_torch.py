@@ -186,8 +186,8 @@ def current_stream(device: str) -> int | None:
 def torch_allocator() -> Any:
     """A ``torch.cuda.MemPool`` of memory that GPUs of other processes read in place.
 
-    What PyTorch allocates in it, ``with torch.cuda.use_mem_pool(pool):``, needs no copy to be sent to a process on the
-    same machine, and no handle of PyTorch's own. Keep the pool as long as its tensors.
+    Memory that PyTorch allocates in it, ``with torch.cuda.use_mem_pool(pool):``, is sent to processes of the same
+    machine without an additional copy. Keep the pool as long as its tensors.
     """
     import torch
 

@@ -68,8 +68,8 @@ def _make_state(s: tb_transfer_state, failure: Error | None) -> TransferState:
 class Transfer(Handle):
     """A version on its way; made by ``Batch.send`` and ``Batch.recv``. It can be awaited.
 
-    The batch keeps it until it has ended, so that it need not be kept. Closing it cancels it if it is under way, and so
-    does cancelling the task that awaits it.
+    The batch keeps it until it has ended, so the program need not. Closing a transfer that is under way cancels it, and
+    so does cancelling the task that awaits it.
     """
 
     def __init__(self, batch: Batch, is_send: bool) -> None:
@@ -172,8 +172,8 @@ class Transfer(Handle):
     def wait(self, event: str | None = None, timeout: float | None = None) -> None:
         """Waits for an event, or for the failure of the transfer, which it raises.
 
-        By default for "released" of a send and "committed" of a receive. After ``timeout`` seconds it raises
-        ``Timeout``, and the transfer goes on; without, the transfer's own deadline ends it.
+        The default is "released" for a send and "committed" for a receive. After ``timeout`` seconds the call raises
+        ``Timeout``, and the transfer goes on; the default is the transfer's own deadline.
         """
         number = _values.choice("event", self._default_event if event is None else event, EVENTS)
         self._wait(number, None if timeout is None else _values.milliseconds("timeout", timeout))
@@ -207,8 +207,8 @@ class Transfer(Handle):
         """Makes a CUDA stream wait for an event; the CPU does not. Without tensors on a GPU, this waits for it;
         so it does if parameters of a module have moved, and are copied then.
 
-        ``stream`` is a handle; by default, PyTorch's current one. A transfer that fails later lets the stream go on:
-        so look at ``wait``, too, before what the stream did is relied upon.
+        ``stream`` is a handle; by default, PyTorch's current one. If the transfer fails later, the stream continues: so
+        call ``wait``, too, before relying on the stream's results.
         """
         name = self._default_event if event is None else event
         number = _values.choice("event", name, EVENTS)
@@ -246,7 +246,7 @@ class Transfer(Handle):
             lib.tb_proceed(transfer)
 
     def state(self, pair: Pair | None = None) -> TransferState:
-        """How far it is, or what has become of one pair's part."""
+        """The state of the transfer, or of one pair's part of it."""
         if self._call is not None:
             try:
                 if self._begin_fd() >= 0:
@@ -261,11 +261,11 @@ class Transfer(Handle):
 
     @property
     def version(self) -> int:
-        """Its number, if it is committed; 0: it is not."""
+        """The version's number if it is committed, else 0."""
         return self.state().version
 
     def fileno(self) -> int:
-        """A descriptor that is readable when something has come about that no wait has seen; for select and poll."""
+        """A descriptor for select and poll, readable while no wait has returned the last event or failure."""
         if self._poll is None and (begins := self._begin_fd()) >= 0:
             self._poll = select.epoll()  # one descriptor for both: before it begins, and after
             self._poll.register(begins, select.EPOLLIN)
@@ -276,9 +276,9 @@ class Transfer(Handle):
         return fd
 
     def cancel(self) -> None:
-        """Ends it, here and at its peers; the tensors are not used any more when this returns.
+        """Cancels it, here and at its peers; when this returns, the tensors are not used any more.
 
-        A receive whose senders have not begun ends here only: the next one receives what they send then.
+        If the senders have not begun, a receive is cancelled here only: the next one receives what they send then.
         """
         if self._call is not None and self._begin_fd() >= 0:
             self._call.close()
@@ -333,7 +333,7 @@ class Transfer(Handle):
             self._batch._sent = max(self._batch._sent, state.version)
 
     def close(self) -> None:
-        """Gives it up: cancels it if it is under way."""
+        """Cancels it if it is under way."""
         if (call := self._call) is not None:
             call.close()
             self._call = None
