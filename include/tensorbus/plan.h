@@ -2,9 +2,9 @@
  * go where, and what each rank does for it. Programs that only move tensors do not need this.
  *
  * All of it but its end, where an IR is executed, is pure: nothing is sent, no file is read, and the same arguments
- * give the same result on every rank. The rules of tensorbus.h hold here, too. Structs without `size` are mathematics
- * (tb_segment, tb_placement, tb_local, tb_box) or belong to the library, which hands them out to be read (tb_route,
- * tb_ir and what it points to, which a program may also build itself): they stay as they are within a minor version.
+ * give the same result on every rank. The rules of tensorbus.h hold here, too. Structs without `size` stay as they are
+ * within a minor version: tb_segment, tb_placement, tb_local and tb_box, and those that the library returns to be read,
+ * tb_route, and tb_ir with what it points to, which a program may also build itself.
  */
 #ifndef TENSORBUS_PLAN_H
 #define TENSORBUS_PLAN_H
