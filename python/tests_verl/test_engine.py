@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker, base
 from verl.utils.import_utils import import_external_libs
+from verl.workers.config import CheckpointEngineConfig
 
 import_external_libs("tensorbus.verl")  # what custom_backend_module does
 BUCKET_NBYTES = 4096
@@ -42,11 +45,20 @@ def work(channel: Any, is_actor: bool, is_master: bool, options: dict[str, Any])
     options = options | ({"is_master": is_master} if is_actor else {})
     engine = CheckpointEngineRegistry.new("tensorbus", bucket_size=BUCKET_NBYTES, **options)
 
-    async def receive() -> list[Any]:
-        found = []
-        async for name, tensor in engine.receive_weights(global_steps=1):
-            found.append((name, digest(tensor)))
-        return found
+    class Server:
+        """In the place of the adapter of an inference engine's server."""
+
+        async def update_weights(self, weights: Any, global_steps: int, **_options: Any) -> None:
+            self.found = [(name, digest(tensor)) async for name, tensor in weights]
+            self.step = global_steps
+
+    worker = object.__new__(CheckpointEngineWorker)
+    worker.checkpoint_engine, worker.server_adapter = engine, Server()
+
+    def receive(step: int) -> list[Any]:
+        asyncio.run(CheckpointEngineWorker.update_weights.__wrapped__(worker, global_steps=step))
+        assert worker.server_adapter.step == step
+        return worker.server_adapter.found
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         for i, each in enumerate(weights(1)):
@@ -55,9 +67,10 @@ def work(channel: Any, is_actor: bool, is_master: bool, options: dict[str, Any])
             yield each
 
     own: dict[str, Any] = {
-        "send": lambda seed: asyncio.run(engine.send_weights(weights(seed), global_steps=1)),
+        "send": lambda seed: asyncio.run(engine.send_weights(weights(seed), global_steps=seed)),
         "send_broken": lambda: asyncio.run(engine.send_weights(broken())),
-        "receive": lambda: asyncio.run(receive()),
+        "receive": receive,
+        "found": lambda: worker.server_adapter.found,
     }
     while True:
         method, args, kwargs = channel.recv()
@@ -67,8 +80,24 @@ def work(channel: Any, is_actor: bool, is_master: bool, options: dict[str, Any])
             channel.send((False, (type(error).__name__, str(error), traceback.format_exc())))
 
 
+class Group:
+    """A worker group, as verl's driver sees it: a call returns what ``ray.get`` takes."""
+
+    def __init__(self, workers: Workers, which: range) -> None:
+        self._workers, self._which, self.world_size = workers, which, len(which)
+
+    def execute_checkpoint_engine(self, method: list[str], **columns: list[Any]) -> list[int]:
+        each = [{key: column[n] for key, column in columns.items()} for n in range(self.world_size)]
+        self._workers.ask(self._which, method[0], each=each)
+        return list(self._which)
+
+    def update_weights(self, global_steps: int, mode: str = "") -> list[int]:
+        self._workers.ask(self._which, "send" if mode else "receive", global_steps)
+        return list(self._which)
+
+
 class Workers:
-    """The actor's and the rollout's workers, and what verl's CheckpointEngineManager does with them."""
+    """The actor's and the rollout's workers, and verl's CheckpointEngineManager, which has no Ray under it."""
 
     def __init__(self, actors: int, rollouts: int, **options: Any) -> None:
         context = multiprocessing.get_context("fork")
@@ -82,11 +111,19 @@ class Workers:
             theirs.close()
             self._all.append((process, ours))
 
+        async def nothing(**_options: Any) -> None:
+            """What a replica without servers does."""
+
+        calls = ("abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation")
+        replica = SimpleNamespace(workers=list(self.rollout), **dict.fromkeys(calls, nothing))
+        config = CheckpointEngineConfig(backend="tensorbus", custom_backend_module="tensorbus.verl")
+        self._manager = CheckpointEngineManager(config, Group(self, self.actor), [replica])
+
     def ask(self, which: range, method: str, *args: Any, each: list[dict[str, Any]] | None = None) -> None:
         for n, i in enumerate(which):
             self._all[i][1].send((method, args, each[n] if each else {}))
 
-    def answers(self, which: range) -> list[Any]:
+    def answers(self, which: Iterable[int]) -> list[Any]:
         found = []
         for i in which:
             try:
@@ -95,7 +132,7 @@ class Workers:
                 found.append((False, ("gone", "", "")))
         return found
 
-    def values(self, which: range) -> list[Any]:
+    def values(self, which: Iterable[int]) -> list[Any]:
         found = self.answers(which)
         for is_ok, value in found:
             assert is_ok, value[2]
@@ -110,27 +147,23 @@ class Workers:
         return range(self.actors, self.actors + self.rollouts)
 
     def meet(self) -> None:
-        everyone = range(self.actors + self.rollouts)
-        self.ask(everyone, "prepare")
-        cls = CheckpointEngineRegistry.get("tensorbus")
-        kwargs = cls.build_topology(self.actors, self.rollouts, self.values(everyone))
-        for which, columns in zip((self.actor, self.rollout), kwargs, strict=True):
-            assert {len(column) for column in columns.values()} == {len(which)}
-            each = [{key: column[n] for key, column in columns.items()} for n in range(len(which))]
-            self.ask(which, "init_process_group", each=each)
-        self.values(everyone)
+        with self._without_ray() as rollout:
+            self._manager.build_process_group(rollout)
 
     def update(self, seed: int) -> list[Any]:
-        self.meet()
-        self.ask(self.actor, "send", seed)
-        self.ask(self.rollout, "receive")
-        metrics = self.values(self.actor)
-        assert metrics[0]["tensorbus/send_bytes"] > 10 * BUCKET_NBYTES
-        assert metrics[1:] == [None] * (self.actors - 1)
-        found = self.values(self.rollout)
-        self.ask(range(self.actors + self.rollouts), "finalize")
-        self.values(range(self.actors + self.rollouts))
-        return found
+        with self._without_ray():
+            metrics = self._manager.update_weights(global_steps=seed)
+        assert metrics["tensorbus/send_bytes"] > 10 * BUCKET_NBYTES
+        self.ask(self.rollout, "found")
+        return self.values(self.rollout)
+
+    @contextlib.contextmanager
+    def _without_ray(self) -> Iterator[Group]:
+        rollout = Group(self, self.rollout)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "RayWorkerGroup", lambda **_options: rollout)
+            patch.setattr(base, "ray", SimpleNamespace(get=self.values))
+            yield rollout
 
     def kill(self, i: int) -> None:
         os.kill(self._all[i][0].pid, signal.SIGKILL)
@@ -167,7 +200,7 @@ def test_an_actor_that_fails_is_named_by_the_rollout(workers: Any) -> None:
     its = workers(1, 2)
     its.meet()
     its.ask(its.actor, "send_broken")
-    its.ask(its.rollout, "receive")
+    its.ask(its.rollout, "receive", 1)
     ((is_ok, (kind, _, _)),) = its.answers(its.actor)
     assert (is_ok, kind) == (False, "KeyError")
     for is_ok, (kind, sentence, _) in its.answers(its.rollout):
@@ -183,7 +216,7 @@ def test_a_worker_that_dies_is_named(workers: Any) -> None:
     its.kill(2)
     began = time.monotonic()
     its.ask(its.actor, "send", 1)
-    its.ask(range(1, 2), "receive")
+    its.ask(range(1, 2), "receive", 1)
     ((is_ok, (kind, sentence, _)),) = its.answers(its.actor)
     assert (is_ok, kind) == (False, "PeerLost")
     assert "rollout 1" in sentence
