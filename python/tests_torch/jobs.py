@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PATIENCE_S = 150.0
+PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
