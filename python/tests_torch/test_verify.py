@@ -52,6 +52,7 @@ def test_checkpoint(tmp_path: Path, size: int) -> None:
     hashes = [engine.hash_boxes(params[rank], targets, rank) for rank in range(size)]
     found = engine.verify(hashes, folder)
     assert (found.differences, set(found.unchecked)) == ([], FALLBACKS)
+    assert found.sentences[0].startswith("'layers.0.norm' was not compared: ")
     direct = {p.param for t in targets.tensors if t.pieces for p in t.pieces.values()}
     assert found.nelements > 0.9 * sum(p[name].numel() for p in params for name in direct)
     for rank in range(size):
@@ -182,3 +183,50 @@ def test_trainer(tmp_path: Path) -> None:
     assert sentence.endswith("replica 1 of the source has other bits than the others")
     whole = tb.hash_tensor(_fitting(1)["layers.0.o.weight"])
     assert (found[0][2] + found[1][2]) % 2**64 == (found[2][2] + found[3][2]) % 2**64 == whole
+
+
+def _header(change: Any) -> Any:
+    """Changes the header of a file in safetensors' format."""
+
+    def spoil(file: Path) -> None:
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        change(header["b"])
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda file: file.write_bytes(b""), "no whole file in safetensors' format: it has 0 bytes"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:40]),
+            "no whole file in safetensors' format: it has 40 bytes",
+        ),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"the bytes of tensor 'b' end at \d+, and the file at"),
+        (lambda file: file.write_bytes((3).to_bytes(8, "little") + b"[1]"), "has no header that could be read"),
+        (_header(lambda b: b.update(dtype="F4")), "tensor 'b' has dtype F4, which is none of F64, F32, "),
+        (_header(lambda b: b.update(shape=[3, 3])), r"tensor 'b' has 16 bytes, which are not \[3, 3\] F32"),
+        (_header(lambda b: b.pop("shape")), "has no header that could be read: KeyError: 'shape'"),
+        (lambda file: file.unlink(), "has no files"),
+        (
+            lambda file: file.with_name("model.safetensors.index.json").write_text("{}"),
+            "index.json has no weight_map that could be read: KeyError: 'weight_map'",
+        ),
+    ],
+)
+def test_checkpoints_that_are_spoiled(tmp_path: Path, spoil: Any, sentence: str) -> None:
+    """By name of the file, before anything is read of it."""
+    folder = _save(tmp_path / "model", {"a": torch.ones(3), "b": torch.ones(2, 2), "empty": torch.ones(0, 4)})
+    assert {name: tuple(t.shape) for name, (t, _) in engine.from_checkpoint(folder).tensors.items()} == {
+        "a": (3,),
+        "b": (2, 2),
+        "empty": (0, 4),
+    }
+    spoil(folder / "model.safetensors")
+    with pytest.raises(tb.Invalid, match=sentence):
+        engine.from_checkpoint(folder)

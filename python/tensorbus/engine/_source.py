@@ -27,37 +27,71 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """The files of a checkpoint in safetensors' format: where their data begins, and their headers."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    begin: int  # of its bytes in the file
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, dict[str, _Stored]]]:
+    """The files of a checkpoint in safetensors' format, and their tensors."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Invalid(f"{index} has no weight_map that could be read: {type(error).__name__}: {error}") from error
     else:
         files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with file.open("rb") as opened:
             nbytes = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(nbytes))
-        header.pop("__metadata__", None)
-        yield file, 8 + nbytes, header
+            total = file.stat().st_size
+            if total < 8 or nbytes > total - 8:
+                raise Invalid(f"{file} is no whole file in safetensors' format: it has {total} bytes")
+            text = opened.read(nbytes)
+        try:
+            header = json.loads(text)
+            header.pop("__metadata__", None)
+            stored = {name: _read_entry(name, entry, 8 + nbytes, total) for name, entry in header.items()}
+        except Invalid as error:
+            raise Invalid(f"{file}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Invalid(f"{file} has no header that could be read: {type(error).__name__}: {error}") from error
+        yield file, stored
+
+
+def _read_entry(name: str, entry: Any, first: int, total: int) -> _Stored:
+    dtype, shape = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
+    begin, end = (first + int(offset) for offset in entry["data_offsets"])
+    if dtype is None:
+        raise Invalid(f"tensor '{name}' has dtype {entry['dtype']}, which is none of {', '.join(_DTYPES)}")
+    if not first <= begin <= end <= total:
+        raise Invalid(f"the bytes of tensor '{name}' end at {end}, and the file at {total}")
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise Invalid(f"tensor '{name}' has {end - begin} bytes, which are not {list(shape)} {entry['dtype']}")
+    return _Stored(dtype, shape, begin)
 
 
 def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of each tensor of a checkpoint, by name; empty if the folder has none in safetensors' format."""
-    return {
-        name: (tuple(tensor["shape"]), _DTYPES[tensor["dtype"]])
-        for _, _, header in _files(folder)
-        for name, tensor in header.items()
-    }
+    return {name: (each.shape, each.dtype) for _, stored in _files(folder) for name, each in stored.items()}
 
 
 @dataclass(slots=True)
@@ -87,16 +121,13 @@ class Source:
 def from_checkpoint(folder: str | Path) -> Source:
     """A checkpoint in safetensors' format, whose files are mapped. Every rank of the trainer has the folder."""
     made = Source()
-    for file, first, header in _files(Path(folder)):
+    for file, stored in _files(Path(folder)):
         with file.open("rb") as opened:
             data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        for name, tensor in header.items():
-            dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
-            begin = first + tensor["data_offsets"][0]
-            made.tensors[name] = (
-                torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=begin).view(shape),
-                None,
-            )
+        for name, each in stored.items():
+            count = math.prod(each.shape)
+            flat = torch.frombuffer(data, dtype=each.dtype, count=count, offset=each.begin) if count else None
+            made.tensors[name] = (torch.empty(0, dtype=each.dtype) if flat is None else flat).view(each.shape), None
         made.keep.append(data)
     if not made.tensors:
         raise Invalid(f"{folder} has no files *.safetensors")

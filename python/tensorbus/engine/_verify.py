@@ -54,10 +54,14 @@ class Verified:
     nelements: int  # that were compared, on all ranks of the engine
     unchecked: dict[str, str]  # modules that were not compared, and why
 
+    @property
+    def sentences(self) -> list[str]:
+        """One for each difference, and for each module that was not compared."""
+        skipped = [f"'{name}' was not compared: {why}" for name, why in self.unchecked.items()]
+        return [str(difference) for difference in self.differences] + skipped
+
     def __str__(self) -> str:
-        lines = [f"{len(self.differences)} differences in {self.nelements} elements"]
-        lines += [str(difference) for difference in self.differences]
-        return "\n".join(lines + [f"'{name}' was not compared: {why}" for name, why in self.unchecked.items()])
+        return "\n".join([f"{len(self.differences)} differences in {self.nelements} elements", *self.sentences])
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,9 @@ class WorkerExtension:
         return hashes
 
     def tensorbus_compare(self, folder: str) -> list[str]:
-        """Compares what this worker has with a checkpoint: a sentence for each difference."""
-        return [str(difference) for difference in _engine_of(self).compare(folder).differences]
+        """Compares what this worker has with a checkpoint: a sentence for each difference, or module not compared."""
+        sentences: list[str] = _engine_of(self).compare(folder).sentences
+        return sentences
 
 
 def _engine_of(worker: Any) -> Any:
