@@ -6,11 +6,13 @@ Headers of a checkpoint and config.json are enough; vLLM's own loaders are trace
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +81,7 @@ class Explanation:
     unused: list[str]
     only_in_trainer: list[str]
     only_in_checkpoint: list[str]
+    misshaped: list[str]
     traffic: list[list[int]]  # bytes from each rank of the trainer to each of the engine
     egress: list[int]  # that each rank of the trainer sends; what goes to several ranks at once counts once
     shadow: list[int]  # memory that each rank of the engine needs beside its parameters
@@ -121,9 +124,10 @@ def parse_trainer(text: str) -> Trainer:
 def parse_engine(text: str) -> tuple[Path, int]:
     """What --engine says: the model's folder, and tensor parallelism."""
     kind, _, rest = text.partition(":")
-    folder, _, option = rest.partition(",")
-    key, _, number = (option or "tp=1").partition("=")
-    if kind != "vllm" or not folder or key != "tp" or not number.isdecimal() or int(number) < 1:
+    folder, _, number = rest.rpartition(",tp=")
+    if not folder:
+        folder, number = rest, "1"
+    if kind != "vllm" or not folder or not number.isdecimal() or int(number) < 1:
         raise Invalid(f"--engine {text}: it is vllm:MODEL_DIR,tp=N")
     if not (Path(folder) / "config.json").exists():
         raise Invalid(f"--engine {text}: {folder} has no config.json")
@@ -153,11 +157,12 @@ def explain(
     traffic = [[0] * len(traces) for _ in range(trainer.size)]
     egress = [0] * trainer.size
     used = {target.source for target in targets.tensors}
+    misshaped = sorted(n for n in used & set(held) if tuple(held[n][0]) != tuple(checkpoint[n][0]))
     dtypes = _landing_dtypes(params, targets)
     for target in targets.tensors:
-        shape, dtype = held.get(target.source, (target.shape, None))
-        if dtype is None or tuple(shape) != target.shape:
+        if target.source not in held or target.source in misshaped:
             continue
+        dtype = held[target.source][1]
         lands = dtypes.get(target.name, str(checkpoint[target.source][1]))
         _add_traffic(traffic, egress, trainer, target, dtype, lands)
     whole = sum(_nbytes(t.shape, checkpoint[t.source][1]) for t in targets.tensors if t.pieces is None)
@@ -172,6 +177,7 @@ def explain(
         targets.unused,
         sorted(set(held) - set(checkpoint)),
         sorted(used - set(held)),
+        misshaped,
         traffic,
         egress,
         [sum(params[e][name][1] for name in sorted(names)) + whole for e, names in enumerate(live)],
@@ -306,6 +312,7 @@ def to_text(e: Explanation) -> str:
         ("not used by the engine", e.unused),
         ("the trainer has, and the checkpoint does not", e.only_in_trainer),
         ("the trainer lacks, and the engine needs: registration fails", e.only_in_checkpoint),
+        ("the trainer has these in another shape: registration fails", e.misshaped),
         ("notes", e.notes),
     ):
         if names:
@@ -373,19 +380,36 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keeps what vLLM logs, and libraries below it write to the descriptor, out of our own output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _explain_vllm(trainer: Trainer, folder: Path, size: int, bandwidth: float | None) -> Explanation:
     try:
-        import vllm  # noqa: F401
+        with _stdout_to_stderr():
+            import vllm  # noqa: F401
     except ImportError:
         raise Refused("vLLM is not installed here, whose loaders say where weights go; run it where vLLM is") from None
     from .engine import read_headers
     from .vllm import _offline
 
-    held = None
-    if trainer.folder is not None:
-        held = read_headers(Path(trainer.folder))
+    held = None if trainer.folder is None else read_headers(Path(trainer.folder))
+    for found, option in (held, f"--trainer {trainer.folder}"), (read_headers(folder), f"--engine vllm:{folder}"):
+        if found == {}:
+            raise Invalid(f"{option}: the folder has no files *.safetensors, whose headers are read")
     try:
-        traces, params, quantised = _offline.trace(folder, size)
+        with _stdout_to_stderr():
+            traces, params, quantised = _offline.trace(folder, size)
     except Exception as error:
         raise Refused(f"vLLM can't make the model of {folder}: {type(error).__name__}: {error}") from error
     return explain(

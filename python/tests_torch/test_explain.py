@@ -73,10 +73,25 @@ def test_names_that_do_not_agree() -> None:
     params = [{name: (str(p.dtype), p.numel() * 2) for name, p in model.named_parameters()}]
     held = headers(checkpoint)
     held["other"] = held.pop("layers.0.o.weight")
+    shape, dtype = held["layers.1.o.weight"]
+    held["layers.1.o.weight"] = ((shape[0], shape[1] - 1), dtype)
     e = explain.explain(explain.Trainer(), [trace(model, checkpoint)], params, held=held)
     assert (e.only_in_trainer, e.only_in_checkpoint) == (["other"], ["layers.0.o.weight"])
+    assert e.misshaped == ["layers.1.o.weight"]
+    assert "in another shape: registration fails: layers.1.o.weight\n" in explain.to_text(e)
     assert e.bandwidth_is_measured
     assert e.bandwidth > 0
+
+
+def test_engines(tmp_path: Path) -> None:
+    model = tmp_path / "a,b=c"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert explain.parse_engine(f"vllm:{model}") == (model, 1)
+    assert explain.parse_engine(f"vllm:{model},tp=4") == (model, 4)
+    for wrong in f"vllm:{model},tp=0", f"vllm:{model},tp=", f"vllm:{model},pp=2", f"sglang:{model}", "vllm:":
+        with pytest.raises(tb.Invalid, match="--engine "):
+            explain.parse_engine(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["fsdp", "fsdp:0", "fsdp:2,fsdp:2", "plain:2,tp:2", "ddp:4", ""])
