@@ -13,9 +13,9 @@ import torch
 
 from .._batch import Batch
 from .._bus import Bus, join
-from .._errors import Refused
+from .._errors import Conflict, Error, Refused
 from .._pair import Pair
-from ._sender import VOTE
+from ._sender import VOTE, has_old_number
 from ._targets import Targets, make_targets
 from ._trace import Trace, locate
 from ._verify import Hashes, Loaded, Verified, compare, hash_boxes, load_again
@@ -48,7 +48,7 @@ class Receiver:
         self.targets: Targets = make_targets(traces)
         self._index, self._size, self._shadow = index, len(traces), shadow
         self._bus: Bus | None = None
-        self._sender = ""
+        self._place: tuple[str, str, str | None] = "", "", None  # of the bus: address, this engine's name, token
         self._pair: Pair
         self._data: Batch
         self._vote: Batch
@@ -93,39 +93,62 @@ class Receiver:
         token: str | None,
         timeout: float,
         *,
-        sender: str = "",
         is_in_update: bool = False,
         is_same_kind: bool = False,
     ) -> None:
         """Meets a trainer, and registers: names and shapes agree then, in both directions.
 
-        ``sender`` is the trainer's ``Sender``: one that is met again finds this rank where it was, since it would take
-        one that leaves and comes back for one that is lost. ``is_in_update``: a version follows at once.
-        ``is_same_kind``: the other side is an engine that has been traced alike, and calls the pieces as this one does.
+        ``is_in_update``: a version follows at once. ``is_same_kind``: the other side is an engine that has been traced
+        alike, and calls the pieces as this one does.
         """
         self._timeout = timeout
-        if sender and sender == self._sender and self._bus is not None:
-            for open_ in self._data, self._vote, self._pair:
-                open_.close()
-        else:
-            self.close()
-            self._bus = join(url, engine, self._index, self._size, token=token, timeout=timeout)
-            self._sender = sender
+        place = url, engine, token
         try:
-            pair = self._pair = self._bus.pair(f"weights {engine}", group, timeout=timeout, wait=False)
-            ties = {} if is_same_kind else self.targets.ties
-            ignored = () if is_same_kind else self.targets.unused
-            self._data = self._bus.batch(f"weights {engine}", ties=ties, ignored=ignored)
-            self._vote = self._bus.batch(f"vote {engine}", commit="shadow")
-            self._number = torch.zeros(1, dtype=torch.int64)
-            self._add(self._data, self._vote, pair, self._landing, self._number)
-            for batch in self._data, self._vote:
-                batch.register(timeout=timeout)
+            if place == self._place and self._stays(group):
+                try:
+                    self._meet(group, engine, is_same_kind)
+                except Conflict as conflict:
+                    if not has_old_number(conflict):
+                        raise
+                    self.close()
+            else:
+                self.close()
+            if self._bus is None:
+                self._bus = join(url, engine, self._index, self._size, token=token, timeout=timeout)
+                self._place = place
+                self._meet(group, engine, is_same_kind)
             if self._is_unmapped and not is_in_update:
                 self._unregister()
         except BaseException:
             self.close()
             raise
+
+    def _stays(self, group: str) -> bool:
+        """Whether the trainer finds this rank where it is.
+
+        A rank that left and came back would be lost for a trainer that is there already; and the store with it, if this
+        rank serves that.
+        """
+        if self._bus is None:
+            return False
+        for open_ in self._data, self._vote, self._pair:
+            open_.close()
+        try:
+            return group in self._bus.groups(self._timeout)
+        except Error:
+            return False
+
+    def _meet(self, group: str, engine: str, is_same_kind: bool) -> None:
+        assert self._bus is not None
+        self._pair = self._bus.pair(f"weights {engine}", group, timeout=self._timeout, wait=False)
+        ties = {} if is_same_kind else self.targets.ties
+        ignored = () if is_same_kind else self.targets.unused
+        self._data = self._bus.batch(f"weights {engine}", ties=ties, ignored=ignored)
+        self._vote = self._bus.batch(f"vote {engine}", commit="shadow")
+        self._number = torch.zeros(1, dtype=torch.int64)
+        self._add(self._data, self._vote, self._pair, self._landing, self._number)
+        for batch in self._data, self._vote:
+            batch.register(timeout=self._timeout)
 
     def _add(self, data: Batch, vote: Batch, pair: Pair, params: dict[str, Any], number: Any) -> None:
         """Adds this rank's tensors, of which ``params`` has the memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,9 +11,8 @@ import torch
 
 from .._batch import Batch
 from .._bus import join
-from .._errors import Cancelled, Error, Invalid, PeerLost, Timeout
+from .._errors import Cancelled, Conflict, Error, Invalid, PeerLost, Timeout
 from .._handle import sleep_until_readable
-from .._pair import Pair
 from .._transfer import Transfer
 from ._source import Source
 
@@ -92,22 +90,22 @@ class _Link:
     def register(self, is_in_update: bool = False) -> None:
         """Meets the engine. Names and shapes agree then, in both directions."""
         self.close()
-        sender, bus = self._sender, self._sender.bus
+        sender = self._sender
         info = sender.info | {"engine": self._engine, "is_in_update": is_in_update}
         control = self._call(init_weight_transfer_engine=lambda: self._client.init_weight_transfer_engine(info))
         try:
-            try:
-                pair = self._meet(control)
-            except PeerLost as lost:
-                # An engine that an earlier trainer has left is still there until it hears of this one.
-                if lost.group != self._engine or control.error is not None:
-                    raise
-                self.close()
-                pair = self._meet(control)
-            self.vote = bus.batch(f"vote {self._engine}")
-            self._open.append(self.vote)
-            self.vote.add(pair, VOTE, sender.number, layout=f"mesh={sender.size} place=R")
-            self._register(self.vote, control)
+            until = time.monotonic() + sender.timeout
+            while True:
+                try:
+                    self._meet(control, max(0.0, until - time.monotonic()))
+                    break
+                except (PeerLost, Conflict) as error:
+                    # An engine that an earlier trainer has left is still there until it hears of this one.
+                    is_leaving = error.group == self._engine if isinstance(error, PeerLost) else has_old_number(error)
+                    if not is_leaving or control.error is not None or time.monotonic() > until:
+                        raise
+                    self.close()
+                    time.sleep(0.05)
         except Error as error:
             self.close()
             raise error from (None if error is control.error else control.error)
@@ -116,17 +114,21 @@ class _Link:
             raise
         control.join(sender.timeout)
 
-    def _meet(self, control: _Control) -> Pair:
-        sender = self._sender
-        pair = sender.bus.pair(f"weights {self._engine}", self._engine, timeout=sender.timeout, wait=False)
+    def _meet(self, control: _Control, timeout: float) -> None:
+        sender, bus = self._sender, self._sender.bus
+        until = time.monotonic() + timeout
+        pair = bus.pair(f"weights {self._engine}", self._engine, timeout=timeout, wait=False)
         self._open.append(pair)
-        self.data = sender.bus.batch(f"weights {self._engine}", ties=sender.source.ties)
+        self.data = bus.batch(f"weights {self._engine}", ties=sender.source.ties)
         self._open.append(self.data)
         sender.source.add_to(self.data, pair)
-        self._register(self.data, control)
-        return pair
+        self.vote = bus.batch(f"vote {self._engine}")
+        self._open.append(self.vote)
+        self.vote.add(pair, VOTE, sender.number, layout=f"mesh={sender.size} place=R")
+        for batch in self.data, self.vote:
+            self._register(batch, control, max(0.0, until - time.monotonic()))
 
-    def _register(self, batch: Batch, control: _Control) -> None:
+    def _register(self, batch: Batch, control: _Control, timeout: float) -> None:
         """Registers; if the engine's call fails before, nobody waits for the engine any longer."""
 
         def sleep(fd: int) -> None:
@@ -134,7 +136,7 @@ class _Link:
                 raise control.error
             sleep_until_readable(fd, 0.2)
 
-        batch._registering(timeout=self._sender.timeout).wait(sleep)
+        batch._registering(timeout=timeout).wait(sleep)
 
     def begin(self, version: int, weight_version: str | None) -> Transfer:
         """Begins to send, after the work that is on this thread's stream."""
@@ -196,7 +198,7 @@ class Sender:
         self.version = 0  # the last that was sent
         self.failed: dict[str, BaseException] = {}  # by engine, in the last send
         self.number = torch.zeros(1, dtype=torch.int64)
-        self.info = {"url": url, "group": group, "token": token, "timeout": timeout, "sender": secrets.token_hex(8)}
+        self.info = {"url": url, "group": group, "token": token, "timeout": timeout}
         self._links: dict[str, _Link] = {}
         self.bus = join(url, group, rank, size, token=token, timeout=timeout)
         try:
@@ -276,6 +278,14 @@ class Sender:
         """Leaves the bus."""
         self.bus.close()
         self._links = {}
+
+
+def has_old_number(error: BaseException) -> bool:
+    """Whether a process has in a new store the number that another one had in the store before.
+
+    One that knows both can't meet the later one, unless it leaves the bus and joins it again.
+    """
+    return isinstance(error, Conflict) and " has the number of another process" in str(error)
 
 
 def _has_unmapped(error: BaseException) -> bool:

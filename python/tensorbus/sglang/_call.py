@@ -30,7 +30,6 @@ class Request:
     token: str | None
     timeout: float
     shadow: str
-    sender: str = ""
     is_in_update: bool = False
 
 

@@ -90,7 +90,6 @@ def _begin(model: Any, request: Request, parallel: Any) -> None:
         request.engine,
         request.token,
         request.timeout,
-        sender=request.sender,
         is_in_update=request.is_in_update,
     )
 

@@ -35,7 +35,6 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM has no type
     engine: str = "engine"
     token: str | None = None
     timeout: float = 120.0
-    sender: str = ""
     is_in_update: bool = False
     is_same_kind: bool = False
 
