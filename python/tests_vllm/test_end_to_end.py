@@ -345,14 +345,16 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, models: Path) -> None
         engine.close()
 
 
-@pytest.mark.parametrize("what", ["enable_eplb", "enable_lora", "data parallelism"])
+@pytest.mark.parametrize("what", ["enable_eplb", "enable_lora", "data parallelism", "pipeline parallelism"])
 def test_what_is_refused(what: str) -> None:
     """Engines of which no test shows that an update is right are refused by name, when they are made."""
     from tensorbus.vllm import TensorbusWeightTransferEngine
 
     engine = object.__new__(TensorbusWeightTransferEngine)
     engine.parallel_config = SimpleNamespace(
-        enable_eplb=what == "enable_eplb", data_parallel_size=2 if what == "data parallelism" else 1
+        enable_eplb=what == "enable_eplb",
+        data_parallel_size=2 if what == "data parallelism" else 1,
+        pipeline_parallel_size=2 if what == "pipeline parallelism" else 1,
     )
     engine.vllm_config = SimpleNamespace(lora_config=object() if what == "enable_lora" else None)
     with pytest.raises(tb.Refused, match=what):

@@ -90,6 +90,7 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             (getattr(parallel, "enable_eplb", False), "expert load balancing (enable_eplb) moves experts"),
             (self.vllm_config.lora_config is not None, "LoRA (enable_lora) wraps modules"),
             (parallel.data_parallel_size > 1, "data parallelism has not been tried"),
+            (parallel.pipeline_parallel_size > 1, "pipeline parallelism has not been tried"),
         ):
             if is_used:
                 raise Refused(f"tensorbus does not update this engine: {what}")
