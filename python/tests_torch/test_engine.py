@@ -84,6 +84,16 @@ def test_a_loader_that_fails_is_named_and_the_others_are_traced() -> None:
     assert list(found.failed) == ["layers.0.o.weight"]
     assert "layers.0.o" not in found.modules
     assert found.modules["layers.0.qkv"].reason is None
+    load = model.layers[0].o.load
+
+    def check(part: str, loaded: torch.Tensor) -> None:
+        if loaded.shape != (16, 16):
+            raise AssertionError
+        load(part, loaded)
+
+    model.layers[0].o.load = check  # type: ignore[method-assign]
+    found = trace(model, checkpoint)
+    assert found.failed["layers.0.o.weight"] == "its loader failed: AssertionError: check: raise AssertionError"
 
 
 def test_a_loader_that_looks_at_values_differs_from_its_trace() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,12 +134,20 @@ def _drive(model: Any, checkpoint: Checkpoint, slots: Sequence[Slot], device: An
         try:
             load([name])
         except Exception as error:
-            failed[name] = f"its loader failed: {type(error).__name__}: {error}"
+            failed[name] = f"its loader failed: {_describe(error)}"
             for slot, (npieces, nconstants) in zip(slots, before, strict=True):
                 if len(slot.pieces) > npieces:
                     slot.computed.setdefault(failed[name], set()).add(name)
                 del slot.pieces[npieces:], slot.constants[nconstants:]
     return failed
+
+
+def _describe(error: Exception) -> str:
+    """What an engine's code has raised; an assertion that says nothing, by its line."""
+    text = str(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"{frames[-1].name}: {frames[-1].line}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _why_not(own: Sequence[Slot], live: Mapping[str, Any]) -> str | None:
@@ -218,7 +227,7 @@ def _try(
         try:
             model.load_weights((name, tensor.clone()) for name, tensor in bits.items())
         except Exception as error:
-            return f"loading its tensors alone fails: {type(error).__name__}: {error}"
+            return f"loading its tensors alone fails: {_describe(error)}"
         expected = {slot.name: trial[slot.key].detach().clone() for slot in own}
         for tensor in expected.values():
             _bytes(tensor).bitwise_not_()
@@ -238,7 +247,7 @@ def _try(
         try:
             process(module)
         except Exception as error:
-            return f"what follows loading could not be tried: {type(error).__name__}: {error}"
+            return f"what follows loading could not be tried: {_describe(error)}"
         for slot in own:
             now = getattr(module, slot.key, None)
             if (
