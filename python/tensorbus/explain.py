@@ -366,8 +366,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--svg", metavar="FILE", help="write a picture of the bytes between ranks")
     given = parser.parse_args(arguments)
     try:
-        if given.bandwidth is not None and given.bandwidth <= 0:
-            raise Invalid(f"--bandwidth {given.bandwidth}: it must be more than 0")
+        if given.bandwidth is not None and not 0 < given.bandwidth < float("inf"):
+            raise Invalid(f"--bandwidth {given.bandwidth}: it must be a number more than 0")
         trainer = parse_trainer(given.trainer)
         folder, size = parse_engine(given.engine)
         made = _explain_vllm(trainer, folder, size, given.bandwidth)

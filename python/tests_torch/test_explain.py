@@ -114,6 +114,8 @@ def test_command(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     assert run("--trainer", "fsdp:2", "--engine", "sglang:x")[0] == 2
+    for wrong in "nan", "inf", "0", "-1":
+        assert "it must be a number" in run("--trainer", "fsdp:2", "--engine", f"vllm:{model}", "--bandwidth", wrong)[1]
     assert run("--trainer", "fsdp:2", "--engine", f"vllm:{model},tp=2") == (
         1,
         "tensorbus explain: vLLM is not installed here, whose loaders say where weights go; run it where vLLM is",
