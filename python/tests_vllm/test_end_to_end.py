@@ -30,7 +30,7 @@ from tensorbus import engine as tb_engine
 HERE = Path(__file__).parent
 VERSIONS = (2, 3, 4, 5, 6)
 PROMPT = list(range(5, 45))  # longer than a block of the prefix cache
-START_S = float(os.environ.get("TB_START_S", "400"))
+START_S = float(os.environ.get("TB_START_S", "1800"))  # on a busy machine; one that ends is noticed at once
 
 
 def _plugins(folder: Path) -> Path:
@@ -49,6 +49,19 @@ def _environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "VLLM_LOGGING_LEVEL": "INFO"}
 
 
+def wait_for_start(process: subprocess.Popen[bytes], log: Path, is_there: Callable[[], bool]) -> None:
+    """Waits until vLLM is there; one that ends instead, or takes too long, is told of, and killed."""
+    until = time.monotonic() + START_S
+    try:
+        while not is_there():
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < until, f"vLLM has not started: {log.read_text()[-6000:]}"
+            time.sleep(0.5)
+    except BaseException:
+        process.terminate()
+        raise
+
+
 class Engine:
     def __init__(self, folder: Path, model: Path, size: int, shadow: str) -> None:
         self.socket, self.size = str(folder / "engine.sock"), size
@@ -57,11 +70,7 @@ class Engine:
         with self.log.open("w") as log:
             self._process = subprocess.Popen(command, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT)
         self.remote = Remote(self.socket)
-        until = time.monotonic() + START_S
-        while not os.path.exists(self.socket):
-            assert self._process.poll() is None, self.log.read_text()[-6000:]
-            assert time.monotonic() < until, "vLLM has not started"
-            time.sleep(0.5)
+        wait_for_start(self._process, self.log, lambda: os.path.exists(self.socket))
 
     def close(self) -> None:
         try:
@@ -94,15 +103,13 @@ class Server:
         env = _environment(folder) | {"VLLM_SERVER_DEV_MODE": "1"}
         with self.log.open("w") as log:
             self._process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-        until = time.monotonic() + START_S
-        while True:
-            assert self._process.poll() is None, self.log.read_text()[-6000:]
-            assert time.monotonic() < until, "vLLM has not started"
-            try:
-                requests.get(f"{self.url}/health", timeout=10).raise_for_status()
-                return
-            except requests.RequestException:
-                time.sleep(0.5)
+        wait_for_start(self._process, self.log, self._is_healthy)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health", timeout=10).ok
+        except requests.RequestException:
+            return False
 
     def close(self) -> None:
         self._process.terminate()
@@ -359,3 +366,13 @@ def test_what_is_refused(what: str) -> None:
     engine.vllm_config = SimpleNamespace(lora_config=object() if what == "enable_lora" else None)
     with pytest.raises(tb.Refused, match=what):
         engine._refuse()
+
+
+@pytest.mark.parametrize("options", ["pinned", {"shadows": "pinned"}], ids=["text", "another key"])
+def test_options_that_there_are_not(options: Any) -> None:
+    """Options of the backend that there are not are named when the engine is made."""
+    from tensorbus.vllm import TensorbusWeightTransferEngine
+
+    config = SimpleNamespace(additional_config={"tensorbus": options}, parallel_config=None, model_config=None)
+    with pytest.raises(tb.Invalid, match=r"additional_config\['tensorbus'\] is .*pinned"):
+        TensorbusWeightTransferEngine(None, config, None, None)

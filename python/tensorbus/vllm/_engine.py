@@ -56,10 +56,10 @@ class TensorbusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        options = dict((vllm_config.additional_config or {}).get("tensorbus", {}))
-        shadow = options.pop("shadow", "device")
-        if options:
-            raise Invalid(f"additional_config['tensorbus'] has {', '.join(sorted(options))}; there is shadow")
+        options = (vllm_config.additional_config or {}).get("tensorbus", {})
+        if not isinstance(options, dict) or options.keys() - {"shadow"}:
+            raise Invalid(f"additional_config['tensorbus'] is {options!r}; it may be {{'shadow': ...}}")
+        shadow = options.get("shadow", "device")
         self._refuse()
         self._is_giving = False
         headers = tb_engine.read_headers(Path(self.model_config.model))
