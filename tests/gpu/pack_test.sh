@@ -35,7 +35,7 @@ done
 LD_LIBRARY_PATH=$tmp/driver
 export LD_LIBRARY_PATH
 mkdir "$tmp/driver"
-cp -L "$BUILD/tests/fake_cuda/libcuda.so.1" "$tmp/driver"
+cp -L "$BUILD/tests/fake_cuda/libcuda.so.1" "$BUILD/tests/fake_nccl/libnccl.so.2" "$tmp/driver"
 "$tmp/packed/run" test "$@" >"$tmp/out" 2>&1 || fail "run test: $(cat "$tmp/out")"
 grep -q '^[1-9][0-9]* passed, 0 failed$' "$tmp/out" || fail "run test said $(cat "$tmp/out")"
 "$tmp/packed/run" doctor >"$tmp/out" 2>&1 || fail "run doctor: $(cat "$tmp/out")"
