@@ -25,9 +25,9 @@ void demo_show_progress(const demo *d) {
 
 static void add_table(tb__text *out, const demo *d) {
     tool_table table = {0};
-    tool_table_columns(&table, "#version", "#delivered", "#ms", "#GB/s", NULL);
+    tool_table_columns(&table, "#version", "#delivered", "#ms", "#GB/s");
     if (!d->gpu[0])
-        tool_table_columns(&table, "#of memcpy", NULL);
+        tool_table_columns(&table, "#of memcpy");
     for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
         tool_table_column(&table, tb_phase_name((tb_phase)phase), true);
     for (int i = 0; i < DEMO_NVERSIONS; i++) {
@@ -55,10 +55,10 @@ static void add_failed(tool_table *table) {
 /* With agents: how each version ended, the one that failed before it came the second time. */
 static void add_bus_table(tb__text *out, const demo *d) {
     tool_table table = {0};
-    tool_table_columns(&table, "#version", "result", "#delivered", "#ms", "#GB/s", NULL);
+    tool_table_columns(&table, "#version", "result", "#delivered", "#ms", "#GB/s");
     if (!d->gpu[0])
-        tool_table_columns(&table, "#of memcpy", NULL);
-    tool_table_columns(&table, "verified", NULL);
+        tool_table_columns(&table, "#of memcpy");
+    tool_table_columns(&table, "verified");
     for (int i = 0; i < DEMO_NVERSIONS; i++) {
         double gb_per_s = 1e-9 * (double)d->job.nbytes[TOOL_TARGET] / d->version[i].seconds;
         if (i + 1 == DEMO_KILLED)

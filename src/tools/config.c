@@ -36,7 +36,7 @@ static void add_json(tb__text *out, const tb__config *config) {
 
 static void add_table(tb__text *out, const tb__config *config) {
     tool_table table = {0};
-    tool_table_columns(&table, "name", "environment", "value", "from", "", NULL);
+    tool_table_columns(&table, "name", "environment", "value", "from", "");
     for (int key = 0; key < TB__CONFIG_COUNT; key++) {
         const tb__config_entry *entry = &tb__config_table[key];
         tb__text value = {0};

@@ -157,7 +157,7 @@ static tb_status compare(const char *const *value, report *r) {
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     report r = {.is_json = value[JSON] != NULL, .has_all = value[ALL] != NULL};
-    tool_table_columns(&r.table, "tensor", "#different", "#largest", "#mean", "where", NULL);
+    tool_table_columns(&r.table, "tensor", "#different", "#largest", "#mean", "where");
     tb_status status = compare(value, &r);
     tb__text out = {0}, table = {0};
     bool has_rows = r.ndifferent > 0 || (r.has_all && r.nequal > 0);

@@ -129,7 +129,7 @@ static const struct {
 
 static void add_table(tb__text *out, const doctor *d) {
     tool_table table = {0};
-    tool_table_columns(&table, "state", "what", "found", NULL);
+    tool_table_columns(&table, "state", "what", "found");
     for (size_t i = 0; i < d->findings.count; i++) {
         const doctor_finding *f = &d->findings.item[i];
         tool_table_cell(&table, "%s", state_names[f->state]);

@@ -25,7 +25,7 @@ static void add_rest(tb__text *out, size_t shown, size_t count) {
 void tool_add_load(tb__text *out, const tool_load *load, bool all) {
     tool_table table = {0}, ways = {0};
     size_t shown = all || load->host_links.count <= MOST_ROWS ? load->host_links.count : MOST_ROWS;
-    tool_table_columns(&table, "#from host", "#to host", "#bytes", "#", NULL);
+    tool_table_columns(&table, "#from host", "#to host", "#bytes", "#");
     for (size_t i = 0; i < shown; i++) {
         const tool_link *l = &load->host_links.item[i];
         tool_table_cell(&table, "%" PRId32, l->from);
@@ -38,7 +38,7 @@ void tool_add_load(tb__text *out, const tool_load *load, bool all) {
     if (load->ways.count == 0)
         return;
     shown = all || load->ways.count <= MOST_ROWS ? load->ways.count : MOST_ROWS;
-    tool_table_columns(&ways, "handed on from rank to rank", "#bytes", "#", NULL);
+    tool_table_columns(&ways, "handed on from rank to rank", "#bytes", "#");
     for (size_t i = 0; i < shown; i++) {
         const tool_way *w = &load->ways.item[i];
         tool_table_cell(&ways, "%s", w->text);

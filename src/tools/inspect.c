@@ -67,13 +67,13 @@ static const char *name_of(const report *r, const tb__safetensors *file) {
 
 static void begin_tables(report *r) {
     if (has_ranks(r)) {
-        tool_table_columns(&r->files, "#rank", NULL);
-        tool_table_columns(&r->tensors, "#rank", NULL);
+        tool_table_columns(&r->files, "#rank");
+        tool_table_columns(&r->tensors, "#rank");
     }
-    tool_table_columns(&r->files, "file", "#tensors", "#bytes", "", NULL);
-    tool_table_columns(&r->tensors, "tensor", "dtype", "shape", "#bytes", "", NULL);
+    tool_table_columns(&r->files, "file", "#tensors", "#bytes", "");
+    tool_table_columns(&r->tensors, "tensor", "dtype", "shape", "#bytes", "");
     if (r->kind == TB__CHECKPOINT_INDEX)
-        tool_table_columns(&r->tensors, "file", NULL);
+        tool_table_columns(&r->tensors, "file");
 }
 
 static void add_bytes(tool_table *table, int64_t nbytes) {

@@ -29,7 +29,7 @@ static void add_batch(tb__text *out, const json_t *batch) {
                  tool_json_text(batch, "state"), json_array_size(list));
     if (json_array_size(list) == 0)
         return;
-    tool_table_columns(&table, "tensor", "pair", "dtype", "shape", "layout", "#bytes", "memory", NULL);
+    tool_table_columns(&table, "tensor", "pair", "dtype", "shape", "layout", "#bytes", "memory");
     json_array_foreach(list, i, tensor) {
         tool_table_cell(&table, "%s", tool_json_text(tensor, "name"));
         tool_table_cell(&table, "%s", tool_json_text(tensor, "pair"));

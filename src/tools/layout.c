@@ -183,11 +183,11 @@ static tb_status add_table(tb__text *out, request *r) {
     int32_t nranks = tb_layout_nranks(r->layout);
     int32_t shown = r->all || nranks <= MOST_ROWS ? nranks : MOST_ROWS;
     tool_table table = {0};
-    tool_table_columns(&table, "#rank", "holds", NULL);
+    tool_table_columns(&table, "#rank", "holds");
     for (int d = 0; d < r->shape.ndim; d++)
         tool_table_column(&table, dim_titles[d], false);
     if (r->dtype != TB_DTYPE_NONE) {
-        tool_table_columns(&table, "#bytes", "#", NULL);
+        tool_table_columns(&table, "#bytes", "#");
     }
     tb_status status = add_rows(&table, r, shown);
     tool_table_finish(&table, out);

@@ -74,10 +74,10 @@ static void add_transfers(tb__text *out, const tool_plan_view *view, bool all) {
     if (shown < count)
         qsort(loads, count, sizeof *loads, compare_loads);
     tool_table table = {0};
-    tool_table_columns(&table, "#from", "to", "kind", "box at source", NULL);
+    tool_table_columns(&table, "#from", "to", "kind", "box at source");
     if (has_contributors)
-        tool_table_columns(&table, "reduced over", NULL);
-    tool_table_columns(&table, "#chunks", "#bytes", "#", NULL);
+        tool_table_columns(&table, "reduced over");
+    tool_table_columns(&table, "#chunks", "#bytes", "#");
     for (size_t i = 0; i < shown; i++)
         add_transfer_row(&table, view, &view->transfers.item[loads[i].index], has_contributors);
     tool_table_finish(&table, out);
@@ -153,11 +153,11 @@ static void add_ranks(tb__text *out, const tool_plan_view *view, const figures *
     if (shown < s->nranks)
         qsort(loads, (size_t)s->nranks, sizeof *loads, compare_loads);
     tool_table table = {0};
-    tool_table_columns(&table, "#rank", NULL);
+    tool_table_columns(&table, "#rank");
     for (int k = 0; k < NFIGURES; k++) {
         if (f->is_shown[k]) {
             tool_table_column(&table, f->title[k], true);
-            tool_table_columns(&table, "#", NULL);
+            tool_table_columns(&table, "#");
         }
     }
     for (int32_t i = 0; i < shown; i++) {

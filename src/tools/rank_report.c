@@ -62,10 +62,10 @@ static void add_table(tb__text *out, const tool_plan_view *view, const tb_routes
     for (size_t i = 0; i < shown; i++)
         has_contributors |= tb_routes_at(routes, i)->ncontributors > 0;
     tool_table table = {0};
-    tool_table_columns(&table, "", "peer", "kind", "box at source", "box at target", NULL);
+    tool_table_columns(&table, "", "peer", "kind", "box at source", "box at target");
     if (has_contributors)
-        tool_table_columns(&table, "reduced over", NULL);
-    tool_table_columns(&table, "#bytes", "#", NULL);
+        tool_table_columns(&table, "reduced over");
+    tool_table_columns(&table, "#bytes", "#");
     for (size_t i = 0; i < shown; i++)
         add_row(&table, view, tb_routes_at(routes, i), rank, has_contributors);
     tool_table_finish(&table, out);

@@ -160,7 +160,7 @@ static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
 
 static void add_tensors(tb__text *out, const tb__disk *disk) {
     tool_table table = {0};
-    tool_table_columns(&table, "tensor", "from", "shape", "dtype", "source", "target", "#bytes", NULL);
+    tool_table_columns(&table, "tensor", "from", "shape", "dtype", "source", "target", "#bytes");
     for (size_t i = 0; i < disk->count; i++) {
         const tb__disk_tensor *t = &disk->tensors[i];
         tb__text shape = {0}, dtype = {0}, src = {0}, dst = {0};
@@ -187,7 +187,7 @@ static void add_tensors(tb__text *out, const tb__disk *disk) {
 static tb_status add_ranks(tb__text *out, const tb__disk *disk) {
     tool_table table = {0};
     tb_status status = TB_OK;
-    tool_table_columns(&table, "#rank", "#bytes", "", NULL);
+    tool_table_columns(&table, "#rank", "#bytes", "");
     for (size_t i = 0; i < disk->nranks && status == TB_OK; i++) {
         int64_t nbytes = 0;
         status = tb__disk_rank_nbytes(disk, disk->ranks[i], &nbytes);

@@ -62,7 +62,7 @@ static void add_clients(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *client;
-    tool_table_columns(&table, "client", "#pid", "#commands", "#under way", NULL);
+    tool_table_columns(&table, "client", "#pid", "#commands", "#under way");
     json_array_foreach(list, i, client) {
         tool_table_cell(&table, "%s", tool_json_text(client, "name"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(client, "pid"));
@@ -76,7 +76,7 @@ static void add_pairs(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *pair;
-    tool_table_columns(&table, "pair", "with", "here", "there", "#sent", "#received", "state", NULL);
+    tool_table_columns(&table, "pair", "with", "here", "there", "#sent", "#received", "state");
     json_array_foreach(list, i, pair) {
         tb__text state = {0};
         tool_add_pair_state(&state, pair);
@@ -105,7 +105,7 @@ static void add_batches(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *batch;
-    tool_table_columns(&table, "batch", "client", "pairs", "#tensors", "memory", "#size", "#version", "state", NULL);
+    tool_table_columns(&table, "batch", "client", "pairs", "#tensors", "memory", "#size", "#version", "state");
     json_array_foreach(list, i, batch) {
         const char *error = tool_json_text(batch, *tool_json_text(batch, "why") ? "why" : "error");
         tool_table_cell(&table, "%s", tool_json_text(batch, "id"));
@@ -137,7 +137,7 @@ static void add_transfers(tb__text *out, const json_t *batches) {
     tool_table table = {0};
     size_t i, j;
     json_t *batch, *transfer;
-    tool_table_columns(&table, "transfer", "what", "#attempt", "#moved", "#ms", "#GB/s", NULL);
+    tool_table_columns(&table, "transfer", "what", "#attempt", "#moved", "#ms", "#GB/s");
     for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
         tool_table_column(&table, tb_phase_name((tb_phase)phase), true);
     json_array_foreach(batches, i, batch) {
@@ -156,7 +156,7 @@ static void add_peers(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *peer;
-    tool_table_columns(&table, "peer", "host", "transport", "#sent", "#received", "state", NULL);
+    tool_table_columns(&table, "peer", "host", "transport", "#sent", "#received", "state");
     json_array_foreach(list, i, peer) {
         bool is_alive = json_is_true(json_object_get(peer, "alive"));
         tool_table_cell(&table, "%s", tool_json_text(peer, "label"));

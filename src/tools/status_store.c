@@ -29,7 +29,7 @@ static void add_groups(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i;
     json_t *group;
-    tool_table_columns(&table, "group", "#seats", "#here", "missing", NULL);
+    tool_table_columns(&table, "group", "#seats", "#here", "missing");
     json_array_foreach(json_object_get(bus, "groups"), i, group) {
         tb__text missing = {0};
         const json_t *list = json_object_get(group, "missing");
@@ -139,7 +139,7 @@ static void take_ages(tool_table *table, const json_t *const *objects, size_t co
 static void add_machines(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     machine_rows rows = {0};
-    tool_table_columns(&table, "machine", "seats", "devices", "transports", "version", "age", NULL);
+    tool_table_columns(&table, "machine", "seats", "devices", "transports", "version", "age");
     out->failed |= !collect_machines(bus, &rows);
     for (size_t i = 0; i < rows.count; i++) {
         const machine_row *row = &rows.item[i];
@@ -161,7 +161,7 @@ static void add_seats(tb__text *out, const json_t *bus) {
     size_t i;
     json_t *seat;
     tool_table_columns(&table, "seat", "#rank", "#incarnation", "machine", "#pid", "devices", "transports", "version",
-                       "age", NULL);
+                       "age");
     json_array_foreach(json_object_get(bus, "seats"), i, seat) {
         const json_t *one = seat;
         bool has_joined = json_is_true(json_object_get(seat, "joined"));
@@ -197,7 +197,7 @@ static void add_pairs(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i, j;
     json_t *pair, *side;
-    tool_table_columns(&table, "pair", "groups and layouts", "state", NULL);
+    tool_table_columns(&table, "pair", "groups and layouts", "state");
     json_array_foreach(json_object_get(bus, "pairs"), i, pair) {
         tb__text sides = {0}, state = {0}, missing = {0};
         json_array_foreach(json_object_get(pair, "sides"), j, side) {
@@ -259,7 +259,7 @@ static void add_batches(tb__text *out, const json_t *bus) {
     tool_table table = {0};
     size_t i, j, n = json_array_size(json_object_get(bus, "batches"));
     json_t *batch, *side;
-    tool_table_columns(&table, "batch", "pair", "#tensors", "#size", "versions", "state", NULL);
+    tool_table_columns(&table, "batch", "pair", "#tensors", "#size", "versions", "state");
     json_array_foreach(json_object_get(bus, "batches"), i, batch) {
         tb__text versions = {0}, state = {0};
         tb__text_add(&state, "%s", tool_json_text(batch, "state"));

@@ -31,12 +31,9 @@ void tool_table_column(tool_table *table, const char *title, bool is_number) {
     table->ncolumns++;
 }
 
-void tool_table_columns(tool_table *table, ...) {
-    va_list titles;
-    va_start(titles, table);
-    for (const char *title = va_arg(titles, const char *); title; title = va_arg(titles, const char *))
-        tool_table_column(table, title + (*title == '#'), *title == '#');
-    va_end(titles);
+void tool_table_add_columns(tool_table *table, const char *const *titles, size_t ntitles) {
+    for (size_t i = 0; i < ntitles; i++)
+        tool_table_column(table, titles[i] + (*titles[i] == '#'), *titles[i] == '#');
 }
 
 void tool_table_width(tool_table *table, int width) {

@@ -149,8 +149,11 @@ typedef struct tool_table {
 } tool_table;
 
 void tool_table_column(tool_table *table, const char *title, bool is_number);
-/* Several, up to NULL; the titles of numbers have a # in front. */
-void tool_table_columns(tool_table *table, ...) __attribute__((sentinel));
+/* Several; the titles of numbers have a # in front. */
+void tool_table_add_columns(tool_table *table, const char *const *titles, size_t ntitles);
+#define tool_table_columns(table, ...)                                                                                 \
+    tool_table_add_columns(table, (const char *const[]){__VA_ARGS__},                                                  \
+                           sizeof((const char *const[]){__VA_ARGS__}) / sizeof(const char *))
 void tool_table_width(tool_table *table, int width); /* of the last column, at least */
 void tool_table_cell(tool_table *table, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void tool_table_take(tool_table *table, tb__text *cell);        /* empties `cell` */

@@ -277,7 +277,7 @@ void top_draw(tb__text *out, const tool_agents *agents) {
     for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
         tool_table table = {0};
         for (const char *const *title = tables[t].titles; *title; title++)
-            tool_table_columns(&table, *title, NULL);
+            tool_table_columns(&table, *title);
         for (size_t i = 0; i < agents->list.count; i++) {
             if (agents->list.item[i].report)
                 tables[t].add(&table, &agents->list.item[i]);

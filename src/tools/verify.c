@@ -201,7 +201,7 @@ static int list(const hash_side *side, bool is_json) {
         return tool_print(&out);
     }
     tool_table table = {0};
-    tool_table_columns(&table, "hash", "dtype", "shape", "tensor", NULL);
+    tool_table_columns(&table, "hash", "dtype", "shape", "tensor");
     for (size_t i = 0; i < side->count; i++) {
         const hash_tensor *t = &side->tensors[i];
         tb__text shape = {0}, name = {0};

@@ -158,7 +158,9 @@ static void flush(size_t to) {
 
 static void put(size_t to, char kind, const void *bytes, size_t nbytes) {
     packet *p = malloc(sizeof *p + 1 + nbytes), **at = &queue_of[to];
-    need(p && nbytes < MOST_PACKET, "a packet of %zu bytes", nbytes);
+    need(nbytes < MOST_PACKET, "a packet of %zu bytes", nbytes);
+    if (!p)
+        abort();
     p->next = NULL;
     p->nbytes = nbytes + 1;
     p->bytes[0] = (unsigned char)kind;

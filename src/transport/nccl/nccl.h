@@ -147,9 +147,9 @@ struct nccl {
     nccl_driver driver;
     int timer;      /* the descriptor that is polled */
     unsigned nidle; /* turns of progress without any */
-    LIST_HEAD(, nccl_gpu) gpus;
-    LIST_HEAD(, tb_comm) comms;
-    LIST_HEAD(, ending) endings;
+    LIST_HEAD(gpu_list, nccl_gpu) gpus;
+    LIST_HEAD(comm_list, tb_comm) comms;
+    LIST_HEAD(ending_list, ending) endings;
     exchange *turn;                 /* whose turn it is; NULL: the next one may have it */
     unsigned nrunning;              /* launched exchanges */
     struct exchange_list exchanges; /* all */
